@@ -22,7 +22,7 @@ from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import Result
-from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
+from specdec.runs.jobs import NoProgress, compare_jobs, stop_rules, with_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt, decoded
 from specdec.state import DecodeState, RequestState
 
@@ -77,8 +77,6 @@ OnStep = Callable[[Step], bool | None]
 
 
 class _Progress:
-    """Splits a request's output into the new tokens and the new text of each step."""
-
     def __init__(self, pair: ModelPair) -> None:
         self._tokenizer = pair.tokenizer
         self._num_tokens = 0
@@ -128,9 +126,6 @@ class Decoder:
             overrides: as on the command line of ``specdec run``.
             config_dirs: further configuration trees (``--config-dir``).
             pair: models to share with other decoders; built from ``model=`` if omitted.
-
-        Raises:
-            UserError: anything that the command line refuses.
         """
         cfg = _config(overrides, config_dirs)
         if cfg["strategy"]["kind"] != "parts":
@@ -242,7 +237,6 @@ class Decoder:
                     pass
 
     def close(self) -> None:
-        """Releases the executor's memory and ends its ranks."""
         self._runner.close()
 
     def __enter__(self) -> Self:
@@ -253,7 +247,6 @@ class Decoder:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Marks the decoder busy: the states of two prompts with one id would be mixed up."""
         self._busy, self._raised = True, None
         try:
             yield
@@ -263,7 +256,6 @@ class Decoder:
 
     @contextmanager
     def _whole_steps(self) -> Iterator[None]:
-        """Marks the decoder broken if a step is interrupted: rows would remain in flight."""
         try:
             yield
         except BaseException:
@@ -275,7 +267,6 @@ class Decoder:
             return next(steps, None) is not None
 
     def _report(self, state: DecodeState) -> None:
-        """Calls ``on_step``; its exception is raised after the requests have ended."""
         for request in state.requests.values():
             if self._on_step is None:
                 break
@@ -327,7 +318,6 @@ class Decoder:
 
 
 def _is_prompt(item: object) -> bool:
-    """Whether an item of a list is a prompt of a batch rather than a token."""
     return isinstance(item, str | list | tuple) or bool(getattr(item, "shape", ()))
 
 
@@ -371,9 +361,8 @@ def stream(
     pair: ModelPair | None = None,
     chat: bool = False,
 ) -> Iterator[Step]:
-    """Decodes one prompt and yields the tokens of each step; arguments are those of ``generate``.
-
-    Stop iterating to cancel.
+    """Decodes one prompt and yields the tokens of each step, as ``Decoder.stream``. Stop iterating
+    to cancel.
     """
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
@@ -392,9 +381,6 @@ def verify(
         overrides, config_dirs: see ``Decoder``.
         checks: names of the checks; None for all.
         depth: "standard", or "full" for deeper checks.
-
-    Raises:
-        UserError: anything that the command line refuses.
     """
     from specdec.certify.certify import certify as run_checks
 
@@ -459,11 +445,7 @@ def compare(
         overrides: as on the command line, ``repeats=`` among them.
         config_dirs: further configuration trees (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: folder for the result files; None: they are deleted. A comparison that the
-            folder has already is completed, or returned if it is complete.
-
-    Raises:
-        UserError: anything that the command line refuses.
+        output_dir: folder for the result files, where a comparison is resumed; None: none are kept.
     """
     if isinstance(strategies, str) or isinstance(overrides, str):
         raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")
@@ -499,13 +481,9 @@ def compare(
     )
 
 
-class _Notes:
+class _Notes(NoProgress):
     def __init__(self) -> None:
         self.texts: list[str] = []
-
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
 
     def note(self, text: str) -> None:
         self.texts.append(text)

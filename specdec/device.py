@@ -26,13 +26,11 @@ _Array: TypeAlias = npt.NDArray[np.float64]
 
 
 def to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Copies a tensor to the host, waiting for pending work of its device."""
     array: npt.NDArray[Any] = tensor.cpu().numpy()
     return array
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copies an array to ``device`` without waiting for pending work there."""
     # Pageable memory is staged before the call returns, so ``array`` may be reused at once.
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
@@ -40,9 +38,8 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def model_call(meter: Meter, name: str, device: torch.device) -> Iterator[None]:
-    """Times the block as one call of model ``name``; makes a CUDA ``device`` the current one.
-
-    On a CUDA device the call is timed by events, so that the host does not wait for it.
+    """Times the block as one call of model ``name``, on a CUDA ``device`` by events, and makes that
+    device current.
     """
     if device.type != "cuda":
         start = perf_counter()
@@ -59,20 +56,15 @@ def model_call(meter: Meter, name: str, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupportProbs:
-    """Normalised probabilities on the host; only those that are positive are stored.
+    """Normalised probabilities on the host; only those that are positive are stored."""
 
-    Attributes:
-        ids: int64[A, S], or [S] for a single row: token ids, increasing up to the padding.
-        values: float64[A, S] or [S]; 0 in the padding.
-    """
-
+    # int64[A, S], or [S] for a single row: token ids, increasing up to the padding
     ids: npt.NDArray[np.int64]
-    values: _Array
+    values: _Array  # float64[A, S] or [S]; 0 in the padding
     vocab_size: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the dense array: [A, V], or [V] for a single row."""
         return (*self.ids.shape[:-1], self.vocab_size)
 
     @property
@@ -91,7 +83,6 @@ class SupportProbs:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
-        """Returns the dense rows, float64[A, V]."""
         dense = np.zeros(self.shape)
         ids, values = self.support
         rows = np.nonzero(self.values)[:-1]
@@ -100,35 +91,23 @@ class SupportProbs:
 
 
 class RowKeeper(Protocol):
-    """Fetches rows of probabilities of one request that are stored in another process."""
+    def rows(self, node_ids: npt.NDArray[np.int64]) -> _Array: ...
 
-    def rows(self, node_ids: npt.NDArray[np.int64]) -> _Array:
-        """Returns the rows of nodes, float64[A, V]."""
-        ...
-
-    def values(self, node_id: int, tokens: npt.NDArray[np.int64]) -> _Array:
-        """Returns one node's probabilities of ``tokens``, float64[len(tokens)]."""
-        ...
+    def values(self, node_id: int, tokens: npt.NDArray[np.int64]) -> _Array: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteProbs:
-    """Normalised probabilities that stay in the process that computed them until they are read.
+    """Normalised probabilities that stay in the process that computed them until they are read."""
 
-    Attributes:
-        keeper: fetches rows; a row exists while its node is in the tree.
-        node_ids: int64[A], or [] for a single row: the node of each row.
-        known: node id -> token -> probability, for values that have been sent already.
-    """
-
-    keeper: RowKeeper
-    node_ids: npt.NDArray[np.int64]
+    keeper: RowKeeper  # fetches rows; a row exists while its node is in the tree
+    node_ids: npt.NDArray[np.int64]  # int64[A], or [] for a single row: the node of each row
     vocab_size: int
+    # node id -> token -> probability, for values that have been sent already
     known: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the dense array: [A, V], or [V] for a single row."""
         return (*self.node_ids.shape, self.vocab_size)
 
     def __len__(self) -> int:
@@ -142,12 +121,10 @@ class RemoteProbs:
         return (self[row] for row in range(len(self)))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
-        """Fetches the rows and returns them as float64[A, V]."""
         rows = self.keeper.rows(np.atleast_1d(self.node_ids))
         return np.asarray(rows if self.node_ids.ndim else rows[0], dtype)
 
     def of(self, token: int) -> float:
-        """Returns the probability of ``token`` in a single row, of which no more is fetched."""
         node_id = int(self.node_ids)
         known = self.known.get(node_id, {}).get(token)
         if known is None:
@@ -160,7 +137,6 @@ Probs: TypeAlias = _Array | SupportProbs | RemoteProbs
 
 
 def on_host(probs: Probs) -> _Array:
-    """Returns the dense rows, fetching those that are in another process."""
     return np.asarray(probs)
 
 

@@ -1,7 +1,5 @@
 """Exceptions with messages for users rather than developers."""
 
-from __future__ import annotations
-
 
 class UserError(ValueError):
     """The user's input is invalid; the message is one paragraph that names the value and the

@@ -1,7 +1,5 @@
 """Writes result files atomically; reads JSON and YAML with errors that say what is wrong."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -25,12 +23,10 @@ from specdec.errors import UserError
 
 
 def cache_dir() -> Path:
-    """Returns the folder for reproducible files: ``SPECDEC_CACHE``, else ``~/.cache/specdec``."""
     return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
-    """Writes a file atomically, and the folders above it if they are missing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid4().hex[:8]}.tmp")
@@ -51,15 +47,12 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def write_json(path: str | Path, value: Any) -> Path:
-    """Writes strict JSON atomically; values are converted by ``plain``."""
     return write_text(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def plain(value: Any) -> Any:
-    """Converts numpy scalars and arrays, enums, paths, sets and tuples to JSON types.
-
-    Raises:
-        ValueError: for NaN or an infinite number; undefined metrics must be None.
+    """Converts numpy scalars and arrays, enums, paths, sets and tuples to JSON types; NaN and
+    infinity are a ValueError, since undefined metrics must be None.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -86,11 +79,7 @@ def plain(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON.
-
-    Raises:
-        ValueError: the text is not JSON or UTF-8, or is nested too deeply; the message says where.
-    """
+    """Parses JSON; a ValueError says where the text is no JSON or UTF-8, or too deeply nested."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
@@ -109,15 +98,13 @@ def parse_yaml(text: str) -> Any:
 UNREADABLE = (ValueError, RecursionError, yaml.YAMLError)
 """Exceptions that json and yaml raise for a text that they cannot parse."""
 
-NOT_ARRAYS = (
+NOT_ARRAYS = (  # exceptions that numpy raises for a file that is not an archive of arrays
     *(OSError, EOFError, ValueError, KeyError, AttributeError, TypeError),
     *(zipfile.BadZipFile, zlib.error, NotImplementedError),
 )
-"""Exceptions that numpy raises for a file that is not an archive of arrays."""
 
 
 def why_unreadable(error: BaseException) -> str:
-    """Describes an exception of ``UNREADABLE`` in one line, for a message."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
@@ -136,7 +123,6 @@ def why_unreadable(error: BaseException) -> str:
 
 
 def is_full(error: BaseException) -> bool:
-    """Returns whether the disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -64,10 +64,9 @@ class _Part:
         """Prepares for a request that has been admitted."""
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates caches and what is in flight; called at the end of every step.
-
-        ``DecodeState.commit`` has already moved the trees' roots. A source is also called without
-        commits when exits or hidden states arrive within a step (``output``).
+        """Updates caches and what is in flight; called at the end of every step, after
+        ``DecodeState.commit``. A source is also called without commits when exits or hidden states
+        arrive within a step.
         """
 
     def close(self, request_id: int) -> None:
@@ -77,10 +76,10 @@ class _Part:
 class TokenSource(_Part, ABC):
     """Proposes tokens: a draft model, an n-gram model, prompt lookup, an exit head, a mixture.
 
-    An *asynchronous* source runs its passes in the background (``sources.Background`` wraps any
-    source so): it overrides ``start``, ``poll`` and ``set_wakeup``. A running pass is never
-    interrupted: commits and closes that arrive meanwhile take effect when it has ended, and the
-    caller drops candidates of nodes that were pruned meanwhile.
+    An *asynchronous* source (``sources.Background`` wraps any) runs passes in the background and
+    overrides ``start``, ``poll`` and ``set_wakeup``. A running pass is never interrupted: commits
+    and closes take effect when it has ended, and the caller drops candidates of nodes that were
+    pruned meanwhile.
     """
 
     needs: Needs = Needs()
@@ -121,15 +120,13 @@ class TokenSource(_Part, ABC):
 
     @abstractmethod
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Proposes up to ``k`` children for each node.
+        """Proposes up to ``k`` children for each node, in the order of ``nodes``; count 0: none
+        (yet).
 
         Called once per live node: the caller stores the result in the tree
-        (``TokenTree.set_candidates``), so no node costs a second pass. The nodes may be any of live
-        trees, whether or not their ancestors have been expanded. A source whose cache lacks
-        committed tokens computes them here and counts those rows.
-
-        Returns:
-            Candidates in the order of ``nodes``; count 0 for nodes without candidates (yet).
+        (``TokenTree.set_candidates``). The nodes may be any of live trees, whether or not their
+        ancestors have been expanded. A source whose cache lacks committed tokens computes them here
+        and counts those rows.
         """
 
     def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
@@ -142,9 +139,8 @@ class TokenSource(_Part, ABC):
         return ticket.candidates
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        """Asks the source to set ``event`` whenever a pass has ended; returns whether it will.
-
-        If not, a wait on a measured clock polls every millisecond.
+        """Asks the source to set ``event`` whenever a pass has ended; returns whether it will. If
+        not, a wait on a measured clock polls every millisecond.
         """
         return not self.asynchronous
 
@@ -157,15 +153,11 @@ class Events(ABC):
 
     @abstractmethod
     def start(self, nodes: Nodes, k: int, level: int = 0) -> Ticket:
-        """Starts a draft pass that proposes up to ``k`` children for each node.
+        """Starts a draft pass that proposes up to ``k`` children for each node, unexpanded and in
+        no other pass of that model; a source that is not asynchronous runs it now.
 
-        The nodes must be unexpanded and in no other pass of that model. A source that is not
-        asynchronous runs the pass now; its event follows.
-
-        Args:
-            nodes, k: see ``TokenSource.expand``.
-            level: index of the model in a source that has several (``sources.ModelChain``).
-                Candidates of level 0 are stored in the trees; others come with their event.
+        ``level`` is the model's index in a source of several (``sources.ModelChain``). Candidates
+        of level 0 are stored in the trees; others come with their event.
         """
 
     @abstractmethod
@@ -174,19 +166,17 @@ class Events(ABC):
 
     @abstractmethod
     def next(self) -> Event:
-        """Waits for the next event.
+        """Waits for the next event: on a simulated or paced clock for the earliest planned, on a
+        measured one for the first that happens.
 
-        On a simulated or paced clock the call waits for the earliest planned event, on a measured
-        clock for the first that happens. Among events that have already happened, draft passes come
-        first, then early arrivals, then the target, whose event returns at every call until the
-        step ends.
+        Among those that have happened, draft passes come first, then early arrivals, then the
+        target, whose event returns at every call until the step ends.
         """
 
     @abstractmethod
     def next_draft(self) -> Event:
-        """Waits until a draft pass in flight ends, whatever else happens; one must be in flight.
-
-        For policies whose target has nothing to do before the draft has a token.
+        """Waits until a draft pass in flight ends, whatever else happens, for policies whose target
+        has nothing to do before the draft has a token.
         """
 
 
@@ -214,10 +204,9 @@ class TreePolicy(_Part, ABC):
     """Draft tokens per verdict if the policy drafts chains, for the speed-up law of early exits."""
 
     def max_cached_nodes(self, in_flight: int) -> int | None:
-        """Returns the largest number of one request's nodes in the target's cache, with the root.
-
-        Counts nodes that were submitted and neither retired nor pruned, on an executor with that
-        many batches ``in_flight``. A paged cache admits requests by it, and refuses None.
+        """Returns the largest number of one request's nodes in the target's cache, root included:
+        submitted and neither retired nor pruned, with ``in_flight`` batches. A paged cache admits
+        requests by it, and refuses None.
         """
         return None
 
@@ -231,13 +220,10 @@ class TreePolicy(_Part, ABC):
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Does draft work while the target is busy. Default: none.
 
-        A policy either calls ``source.expand``, which takes its time at once, or starts passes with
-        ``events.start`` and receives what happens from ``events.next``. A pass that still runs at
-        the end of the step is reported by a later step's ``events``.
-
-        Returns:
-            Whether the next step begins without waiting for the target. An executor with a latency
-            still ends each step with the target's work.
+        A policy calls ``source.expand``, which takes its time at once, or starts passes with
+        ``events.start`` and receives ``events.next``, maybe of a later step. Returns whether the
+        next step begins without waiting for the target (an executor with a latency ends each step
+        with its work).
         """
         return False
 
@@ -259,9 +245,8 @@ class TreePolicy(_Part, ABC):
 class Executor(_Part, ABC):
     """Runs the target: an asynchronous verification service, with or without a fixed latency.
 
-    A class that ``executor._target_`` names is created in two phases. ``plan`` derives from the
-    configuration what sources and policies need to know before they are built, such as the latency;
-    ``build`` loads the models when the other parts are known.
+    A class that ``executor._target_`` names is created in two phases: ``plan`` derives what sources
+    and policies need to know, such as the latency; ``build`` loads the models when these are known.
     """
 
     options: type[Any] | None = None
@@ -269,26 +254,22 @@ class Executor(_Part, ABC):
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
-        """Raises ``UserError`` for keys that do not fit each other, the clock or a trace.
-
-        Called when a configuration is composed.
+        """Raises ``UserError`` for keys that do not fit each other, the clock or a trace, when a
+        configuration is composed.
         """
 
     @classmethod
     def plan(cls, *models: Any, **keys: Any) -> ExecutorPlan:  # noqa: ARG003
-        """Plans the executor (first phase) without loading weights.
-
-        Takes the ``specdec.pairs.ModelPair`` and the values of the configuration node.
+        """Plans the executor from a ``specdec.pairs.ModelPair`` and the configuration's values,
+        without weights.
         """
         raise UserError(f"{cls.__name__} has no method plan, which executor._target_ needs")
 
     @classmethod
     def build(cls, *plan_and_needs: Any, **runtime: Any) -> Executor:  # noqa: ARG003
-        """Builds the executor (second phase).
-
-        Takes the result of ``plan``; the ``Needs`` of source and verifier, of which those that are
-        not delivered are refused; and the objects that the signature requests by name, see
-        ``specdec.compose.RUNTIME``.
+        """Builds the executor from the result of ``plan``; the ``Needs`` of source and verifier,
+        refused where they are not delivered; and the objects requested by name
+        (``specdec.compose.RUNTIME``).
         """
         raise UserError(f"{cls.__name__} has no method build, which executor._target_ needs")
 
@@ -317,27 +298,24 @@ class Executor(_Part, ABC):
 
     @abstractmethod
     def collect(self, *, wait: bool = True) -> Output:
-        """Ends the step.
+        """Ends the step; the ``commit`` that follows prunes caches and everything in flight
+        (PipeDec 3.4.3).
 
         With a latency: waits for the step's work, and returns the answers to the batch submitted
         ``latency`` - 1 steps ago. Without: returns the answers that have arrived, perhaps none; if
         ``wait``, and either ``in_flight`` batches are unanswered or the step's batch was empty, it
         waits for the first of them. A batch submitted beyond ``in_flight`` is queued.
-
-        The ``commit`` that follows prunes caches and everything in flight (PipeDec 3.4.3).
         """
 
     def ready(self) -> bool:
-        """Returns whether ``collect`` need not wait. Default: always.
-
-        With a latency, the step's work must be done; without, answers must have arrived.
+        """Returns whether the step's work is done or, without a latency, answers have arrived.
+        Default: always.
         """
         return True
 
     def due_s(self) -> float | None:
-        """Returns the clock time at which ``ready`` or ``poll`` will have something new.
-
-        None if it is not known in advance: on a measured clock, or with nothing in flight.
+        """Returns the clock time at which ``ready`` or ``poll`` will have something new; None if it
+        is not known in advance.
         """
         return None
 
@@ -346,9 +324,8 @@ class Executor(_Part, ABC):
         return None
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        """Asks the executor to set ``event`` whenever something arrives; returns whether it will.
-
-        If not, a wait on a measured clock polls every millisecond.
+        """Asks the executor to set ``event`` whenever something arrives; returns whether it will
+        (else a measured clock polls every millisecond).
         """
         return False
 
@@ -391,9 +368,8 @@ class Verifier(ABC):
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
         """Returns one verdict per request; the roots of all of them have been answered.
 
-        Answers are stored in the trees (``TokenTree.answers``, ``target_probs``, ``hidden``). A
-        verifier follows them from the root as far as nodes have been answered; where it stops
-        earlier, the next step continues.
+        It follows the answers in the trees (``TokenTree.answers``, ``target_probs``, ``hidden``)
+        from the root as far as nodes have been answered; the next step continues.
         """
 
 
@@ -407,40 +383,31 @@ class Scheduler(ABC):
     def admit(self, state: DecodeState) -> bool:
         """Begins a step; returns False when no request is left.
 
-        Closes finished requests: calls ``close`` of each part, removes the request from
-        ``state.requests`` and calls ``on_finish``. Admits waiting requests: sets
-        ``request.admitted_s``, adds the request to ``state.requests`` and calls ``open`` of each
-        part. Sets ``state.turn``: ids of the requests that this step may feed, None for all. If no
-        request has arrived yet, it calls ``state.clock.wait_until`` the next arrival.
+        Closes finished requests (``close`` of each part, ``state.requests``, ``on_finish``); admits
+        waiting ones (``request.admitted_s``, ``state.requests``, ``open`` of each part). Sets
+        ``state.turn``: ids of the requests that this step may feed, None for all. If no request has
+        arrived yet, it calls ``state.clock.wait_until`` the next arrival.
         """
 
     @abstractmethod
     def merge(self, nodes: Nodes) -> Batch:
-        """Returns the step's batch: ``nodes``, marked as submitted, and chunks of prompt tokens.
-
-        Prefill covers all prompt tokens but the last. Advances ``request.prefill_sent`` and counts
-        ``state.load``.
+        """Returns the step's batch: ``nodes``, marked as submitted, and chunks of prompt tokens
+        (all but the last). Advances ``request.prefill_sent`` and counts ``state.load``.
         """
 
 
 class Logger(ABC):
-    """Receives the results of runs and comparisons, besides the run folder (``logger=``).
-
-    Built in the main process after the results are on disk; in a sweep, once per run.
+    """Receives the results of runs and comparisons, besides the run folder (``logger=``), in the
+    main process after they are on disk; in a sweep, once per run.
     """
 
     def check(self) -> None:  # noqa: B027  # nothing to check is the usual case
-        """Called before anything is decoded; raises ``UserError`` if logging cannot work.
-
-        Credentials are verified here.
+        """Raises ``UserError``, before anything is decoded, if logging cannot work, as without
+        credentials.
         """
 
     @abstractmethod
     def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
-        """Called once per strategy when a run or a comparison is complete.
-
-        Args:
-            config: the strategy's resolved configuration, plain values.
-            row: every metric of docs/metrics.md by name; times in seconds unless the name says ms.
-            folder: the run folder, which has ``requests.jsonl`` and the result files.
+        """Called once per strategy when a run or a comparison is complete, with its resolved
+        ``config``, every metric of docs/metrics.md by name (``row``), and the run folder.
         """

@@ -1,7 +1,5 @@
 """The decode loop. Every strategy is this loop with different parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from specdec.interfaces import Executor, Scheduler, TokenSource, TreePolicy, Verifier

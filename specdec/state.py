@@ -69,7 +69,6 @@ class StopRules:
             )
 
     def reason(self, output: Sequence[int]) -> str | None:
-        """Returns "eos", "stop_string" or "length" if ``output`` is complete, otherwise None."""
         if output[-1] in self.eos_ids:
             return "eos"
         if self.stop_strings and self.decode is not None:
@@ -103,11 +102,8 @@ class RequestState:
         sampling: SamplingParams,
         arrival_s: float = 0.0,
     ) -> None:
-        """Creates the request with a tree that has only the root, the prompt's last token.
-
-        Args:
-            request_id: the prompt's id, which keys its random draws (not its arrival order).
-            prompt: int64[T], T >= 1.
+        """Creates the request with a tree that has only the root, the last token of ``prompt``
+        (int64[T], T >= 1); ``request_id`` keys its random draws.
         """
         if not len(prompt):
             raise ValueError(
@@ -173,21 +169,12 @@ class RequestState:
         self.finish_reason = self.stop.reason(self.output)
 
     def cancel(self) -> None:
-        """Ends the request; the scheduler closes it on every part in the next step."""
         if not self.finished:
             self.finish_reason = "cancelled"
 
 
 @dataclass(slots=True)
 class Load:
-    """Concurrency and KV occupancy of a run; the scheduler counts them once per step.
-
-    Attributes:
-        request_steps: sum over steps of the number of open requests.
-        kv_token_steps: sum over steps of their KV entries (``RequestState.num_cached_tokens``).
-        kv_peak_tokens: maximum of these KV entries over the steps.
-    """
-
     request_steps: int = 0
     kv_token_steps: int = 0
     kv_peak_tokens: int = 0
@@ -219,10 +206,8 @@ class DecodeState:
         self.draws, self.clock, self.meter = draws, clock, meter
 
     def drafting(self) -> AbstractContextManager[None]:
-        """Attributes all work of the controller inside the block to drafting.
-
-        The kind of work alone does not tell: layers and heads of the target also draft (early
-        exits, Medusa).
+        """Attributes all work of the controller inside the block to drafting: layers and heads of
+        the target draft, too (early exits, Medusa).
         """
         return Drafting(self.clock, self.meter)
 
@@ -235,7 +220,6 @@ class DecodeState:
             request.counters.proposed += len(slots) - (0 in slots.tolist())
 
     def copy(self, nodes: Nodes) -> DecodeState:
-        """Copies the state with the current trees of ``nodes``' requests, for background work."""
         state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
         state.step, state.turn = self.step, self.turn
         for request_id, _ in nodes.items:
@@ -244,7 +228,6 @@ class DecodeState:
         return state
 
     def set_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
-        """Stores the candidates of nodes; those of pruned nodes and closed requests are dropped."""
         for request_id, ids, rows in nodes.packed():
             if (request := self.requests.get(request_id)) is None:
                 continue
@@ -256,9 +239,8 @@ class DecodeState:
                 tree.drop_known_children(slots[live])
 
     def receive(self, output: Output) -> list[RequestState]:
-        """Stores answers and early hidden states; returns the requests whose root is answered.
-
-        Results of closed requests and of pruned nodes are dropped.
+        """Stores answers and early hidden states of open requests and live nodes; returns the
+        requests whose root is answered.
         """
         for answers in output.answers:
             if (request := self.requests.get(answers.request)) is not None:
@@ -269,10 +251,8 @@ class DecodeState:
         return [request for request in self.requests.values() if request.tree.answered[0]]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
-        """Emits tokens, moves the roots, updates counters and ends the step.
-
-        Raises:
-            RuntimeError: after 10,000 consecutive steps without any verdict or prefill.
+        """Emits tokens, moves the roots, updates counters and ends the step; RuntimeError: 10,000
+        consecutive steps without any verdict or prefill.
         """
         live = self.requests.values()
         if len(verdicts) < len(live):

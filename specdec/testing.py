@@ -6,21 +6,13 @@
         assert_lossless(["strategy=mine"], config_dirs=["conf"])
 
     def test_my_policy():
-        assert_lossless_parts(
-            lambda bench: bench.parts(
-                source=DraftModelSource(runner=bench.draft_runner()),
-                policy=MyPolicy(width=4),
-                verifier=MatchVerifier(),
-            )
-        )
+        assert_lossless_parts(lambda bench: bench.parts(source=..., policy=..., verifier=...))
 
-``check_source``, ``check_policy`` and ``check_executor`` test one part alone, without a
-configuration. The building blocks of the checks are exported too: a reference decoder that is
-independent of the decode loop (``Oracle``, ``plain_decode``), test requests (``Case``), the exact
-distributions of table models, and observers of caches while a strategy runs.
+``check_source``, ``check_policy`` and ``check_executor`` test one part alone. The building blocks
+of the checks are exported too: a reference decoder that is independent of the decode loop
+(``Oracle``, ``plain_decode``), test requests (``Case``), the exact distributions of table models,
+and observers of caches while a strategy runs.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,16 +81,8 @@ def assert_lossless(
     config_dirs: Sequence[str | Path] = (),
     checks: Sequence[str] | None = None,
 ) -> Report:
-    """Certifies a configuration and returns the report.
-
-    Args:
-        overrides: as for ``specdec verify``.
-        config_dirs: further folders with configuration files.
-        checks: names of the checks to run (default: all).
-
-    Raises:
-        AssertionError: a check failed; the message lists the failed checks with their details.
-        UserError: the configuration cannot be composed.
+    """Certifies a configuration (``overrides`` as for ``specdec verify``) by all checks or those
+    named, and returns the report; AssertionError: the failed checks with their details.
     """
     return _asserted(certify_overrides(overrides, config_dirs=config_dirs, checks=checks))
 
@@ -108,13 +92,9 @@ def assert_lossless_parts(
 ) -> Report:
     """Certifies parts composed in Python and returns the report.
 
-    Args:
-        build: makes new parts from a workbench. It is called several times, with different models.
-        seed: seed of the run, which keys every draw.
-        checks: names of the checks to run (default: all that need no configured model).
-
-    Raises:
-        AssertionError: as for ``assert_lossless``.
+    ``build`` makes new parts from a workbench; it is called several times, with different models.
+    ``checks`` default to all that need no configured model. AssertionError: as for
+    ``assert_lossless``.
     """
     return _asserted(certify_parts(build, seed=seed, checks=checks))
 

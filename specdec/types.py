@@ -1,7 +1,4 @@
-"""The data that the parts of a strategy exchange.
-
-In the order of a decoding step: nodes chosen by the policy and candidates proposed by the source,
-rows fed to the target, the target's answers, and the decisions made from them.
+"""The data that the parts of a strategy exchange, in the order of a decoding step.
 
 What the controller owns (trees, candidates, commits) is numpy: the arrays are small, and at these
 sizes a numpy call costs a fifth of a torch call. Model values (logits, hidden states) are torch.
@@ -38,12 +35,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes of one or more requests.
-
-    Per-node results are *packed*: they have one row per node, in the order of ``items``.
+    """Nodes of one or more requests. Per-node results are *packed*: a row per node, in the order of
+    ``items``.
 
     Attributes:
-        items: (request id, node ids int64[W_r]) per request; a request appears at most once.
+        items: (request id, node ids int64[W_r]) per request, each at most once.
     """
 
     items: tuple[tuple[int, IntArray], ...] = ()
@@ -60,7 +56,6 @@ class Nodes:
             start = stop
 
     def where(self, mask: BoolArray) -> Nodes:
-        """Returns the nodes whose entry in ``mask``, bool[W], is true, without empty requests."""
         selected = [(request_id, ids[mask[rows]]) for request_id, ids, rows in self.packed()]
         return Nodes(tuple(item for item in selected if len(item[1])))
 
@@ -72,11 +67,10 @@ class Candidates:
     Attributes:
         tokens: int64[W, K], most probable first, or in sampling order if they were sampled.
         logprobs: float64[W, K], log draft probability given the node (<= 0).
-        counts: int64[W], number of valid entries per row; 0 if the source has no proposal (yet).
-        probs: float64[W, V], the distribution from which the candidates were sampled; None unless
-            the verifier needs it.
-        origins: int64[W, K], index of the source that proposed each candidate (0 is the main
-            source); None if all are 0.
+        counts: int64[W], valid entries per row; 0 if the source has no proposal (yet).
+        probs: float64[W, V], of which the candidates were sampled; None unless the verifier needs
+            it.
+        origins: int64[W, K], index of the proposing source (0 is the main one); None if all are 0.
     """
 
     tokens: IntArray
@@ -96,7 +90,6 @@ class Candidates:
 
     @staticmethod
     def joined(parts: Sequence[Candidates]) -> Candidates:
-        """Concatenates rows of parts with the same K, no origins, and probs in all or none."""
         if len(parts) == 1:
             return parts[0]
         assert all(part.origins is None for part in parts), "origins would be lost"
@@ -119,9 +112,8 @@ class Candidates:
         )
 
     def spread(self, mask: BoolArray) -> Candidates:
-        """Scatters the rows to the true entries of ``mask``, bool[W]; the other rows get count 0.
-
-        If there are ``probs``, the other rows get the uniform distribution.
+        """Scatters the rows to the true entries of ``mask``, bool[W]; the others get count 0 and,
+        if there are ``probs``, the uniform distribution.
         """
         num_nodes = len(mask)
         full = Candidates.empty(num_nodes, self.tokens.shape[1])
@@ -168,17 +160,16 @@ class Needs:
 
     Attributes:
         target_probs: the target's full distribution after sampling transforms, per answered node.
-        draft_probs: the draft's full distribution per expanded node. Candidates are then sampled
-            from it; otherwise they are its most probable tokens.
+        draft_probs: the draft's full distribution per expanded node, of which candidates are
+            sampled.
         target_draws: the random draws with which the target selects its tokens (``match`` only).
         hidden: hidden states of all rows, including prompt positions, with the row's answer.
         early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
         further_exits: layers of exits beyond the model's own (``model.exit_layer``).
         real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor knows.
-        all_answers: the target's tokens after all answered nodes. If no part needs them and the
-            verifier is ``Lossless.TOKEN``, an executor may omit the tokens after nodes that are not
-            on the target's path (``Answers.tokens``).
+        all_answers: the target's tokens after all answered nodes; else, under ``Lossless.TOKEN``,
+            an executor may omit those after nodes off the target's path (``Answers.tokens``).
     """
 
     target_probs: bool = False
@@ -196,8 +187,8 @@ class Needs:
 class Placement:
     """Where a model runs: ``stages`` pipeline stages, each split over ``degree`` devices.
 
-    ``ranks`` are the clock ranks of the devices in layer order; 0 is the controller. If ranks are
-    processes, these are the process ranks. ``weight_bytes`` has the bytes on each device.
+    ``ranks`` are the clock ranks (and process ranks) of the devices in layer order, 0 the
+    controller; ``weight_bytes`` has the bytes on each.
     """
 
     ranks: tuple[int, ...]
@@ -208,9 +199,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorPlan:
-    """Properties of an executor before it is built; executor classes may add fields.
-
-    ``placements`` maps a model name ("target", "draft", ...) to where it runs.
+    """Properties of an executor before it is built; ``placements`` maps a model's name to where it
+    runs.
     """
 
     latency: int | None
@@ -236,13 +226,12 @@ class ExecutorPlan:
 class TreeRows:
     """Tree nodes of one request as rows of a forward pass, parents before children.
 
-    Every cache derives its attention mask from the rows' paths.
-
     Attributes:
         prefix_len: number of committed tokens before the root at submission.
         tokens: int64[W].
-        paths: int64[D, W]. Row i has the ids of the nodes' ancestors i levels above (row 0: their
-            own), up to the root at submission; ``NO_NODE`` beyond it.
+        paths: int64[D, W], from which caches derive masks. Row i has the ids of the nodes'
+            ancestors i levels above (row 0: their own), up to the root at submission; ``NO_NODE``
+            beyond it.
     """
 
     request: int
@@ -295,7 +284,6 @@ class TreeRows:
         return self.take(mask.nonzero()[0])
 
     def take(self, rows: IntArray) -> TreeRows:
-        """Returns the rows with the increasing indices ``rows``, int64[K] (used for pruning)."""
         return TreeRows(
             request=self.request,
             prefix_len=self.prefix_len,
@@ -306,9 +294,8 @@ class TreeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Prompt tokens of one request from position ``start`` on, under a causal mask.
-
-    Prefill covers all prompt tokens except the last, which is the first root.
+    """Prompt tokens of one request from position ``start`` on, under a causal mask, without the
+    last one of the prompt, which is the first root.
     """
 
     request: int
@@ -320,8 +307,8 @@ class PrefillChunk:
 class Batch:
     """Rows submitted to the target in one step; an empty batch only advances the step.
 
-    A request's prefill chunk and its first root may share a batch; the chunk comes first.
-    ``num_tokens`` counts the rows of the target's forward pass: tree nodes and prefill tokens.
+    A request's prefill chunk comes before its first root. ``num_tokens`` counts tree nodes and
+    prefill tokens.
     """
 
     step: int
@@ -343,8 +330,8 @@ class Ticket:
     """A draft pass in flight, which expands ``nodes``.
 
     Attributes:
-        due_s: the time on the run's clock at which the pass ends; None if only polling tells.
-        level: the index of the model that runs the pass (0 is the draft); see ``Events.start``.
+        due_s: when, on the run's clock, the pass ends; None if only polling tells.
+        level: index of the model that runs the pass (0 is the draft); see ``Events.start``.
         candidates: the result, if the pass was computed when it started.
     """
 
@@ -370,8 +357,8 @@ class EventKind(StrEnum):
 class Event:
     """Something that happened while a policy waited.
 
-    ``ticket`` is the draft pass that ended. ``candidates`` are those of a pass of level 1 or more;
-    those of level 0 are in the trees.
+    ``ticket`` is the draft pass that ended; ``candidates`` those of a level above 0 (the others are
+    in the trees).
     """
 
     kind: EventKind
@@ -385,11 +372,9 @@ class Answers:
 
     Attributes:
         tokens: int64[A], the target's own next token after each node, by its keyed draw;
-            ``NO_TOKEN`` for nodes that are not on the target's path (``Needs.all_answers``).
-        probs: float64[A, V], distributions after sampling transforms; None unless a part needs
-            them.
-        hidden: name -> [A, E], in the target's dtype, on its device or the host; empty unless a
-            part needs them.
+            ``NO_TOKEN`` for nodes off the target's path (``Needs.all_answers``).
+        probs: float64[A, V], distributions after sampling transforms, if a part needs them.
+        hidden: name -> [A, E], in the target's dtype, if a part needs them.
     """
 
     request: int
@@ -401,9 +386,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exits:
-    """Proposals of one exit head for nodes of one request (PPSD Alg. 1, lines 13 and 29).
-
-    ``candidates`` has one row per node; ``layer`` is the number of layers before the exit.
+    """Proposals of one exit head after ``layer`` layers for nodes of one request (PPSD Alg. 1,
+    lines 13 and 29).
     """
 
     request: int
@@ -414,9 +398,8 @@ class Exits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHidden:
-    """Hidden states, name -> [T, E], of a prefill chunk that begins at position ``start``.
-
-    They have the target's dtype and are on its device.
+    """Hidden states, name -> [T, E], of a prefill chunk from position ``start`` on, as the target
+    has them.
     """
 
     request: int
@@ -430,10 +413,7 @@ class PromptHidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyHidden:
-    """Hidden states, name -> [W, E], of nodes of one request that may not be answered yet.
-
-    They have the target's dtype and are on its device or the host.
-    """
+    """Hidden states, name -> [W, E], of nodes of one request that may not be answered yet."""
 
     request: int
     node_ids: IntArray
@@ -445,11 +425,10 @@ class Output:
     """The results of an executor in one step.
 
     Attributes:
-        answers: answers that arrived in this step, possibly of earlier batches. A request may occur
-            more than once.
+        answers: those that arrived in this step, possibly of earlier batches; several per request.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.
-        prompts: hidden states of prefill chunks. ``Needs.hidden`` arrive when the chunk leaves the
-            target and ``Needs.early_hidden`` when it has passed the layer, as separate entries.
+        prompts: hidden states of prefill chunks: ``Needs.hidden`` of chunks that left the target,
+            and ``Needs.early_hidden`` of those that passed the layer, as separate entries.
         early: ``Needs.early_hidden`` of nodes that passed the layer in this step.
     """
 
@@ -465,11 +444,10 @@ class Verdict:
     """A verifier's decision for one request.
 
     Attributes:
-        accepted_ids: int64[D], the accepted path below the root; the target has answered all of it.
-        next_token: the correction or bonus token or, if only the root is answered (one level per
-            step), the target's answer.
-        num_verified: number of draft tokens that were tested: the accepted ones, and the children
-            of the last node on the path.
+        accepted_ids: int64[D], the accepted path below the root, all of it answered.
+        next_token: the correction or bonus token or, one level per step, the target's answer.
+        num_verified: draft tokens tested: the accepted ones, and the children of the path's last
+            node.
     """
 
     request: int
@@ -493,20 +471,19 @@ class CommitKind(StrEnum):
 class Commit:
     """The state change of one request at the end of a step.
 
-    It is sent to all parts that store data per node, each of which maps the stable ids to its own
-    slots. Applying a commit of the same ``step`` again changes nothing.
+    Parts that store data per node map the stable ids to their own slots; applying a commit of the
+    same ``step`` again changes nothing.
 
     Attributes:
-        retired_ids: int64[D + 1], the old root and the accepted nodes in path order, which become
-            part of the prefix.
+        retired_ids: int64[D + 1], the old root and the accepted nodes in path order.
         retired_tokens: int64[D + 1].
         root_id: node id of the new root, whose token is ``next_token``; a fresh id on a miss.
         prefix_len: number of committed tokens before the new root.
         kept_ids: int64[M], sorted ids of the surviving nodes, including the new root.
         num_examined: number of submitted nodes, except the retired ones, that pruning examines.
         finished: the request is complete; ``close`` follows.
-        hidden: name -> [D + 1, E], hidden states of the retired nodes, if a part needs them; not
-            sent to other processes.
+        hidden: name -> [D + 1, E], states of the retired nodes if needed; not sent to other
+            processes.
     """
 
     request: int
@@ -540,8 +517,8 @@ class Commit:
 class NodeMap(Generic[Value]):
     """Stores a value per live node of open requests, by node id.
 
-    A commit removes the values of retired and pruned nodes. Repeating a commit has no effect, so
-    the values of nodes that were created in between are safe.
+    A commit removes those of retired and pruned nodes; repeating it spares nodes created in
+    between.
     """
 
     def __init__(self) -> None:
@@ -556,7 +533,6 @@ class NodeMap(Generic[Value]):
         return request_id in self._values
 
     def __getitem__(self, request_id: int) -> dict[int, Value]:
-        """Returns a dict from node id to value, which the caller may modify."""
         return self._values[request_id]
 
     def update(self, request_id: int, node_ids: IntArray, values: Iterable[Value]) -> None:
@@ -578,7 +554,6 @@ class NodeMap(Generic[Value]):
                 del values[node_id]
 
     def clear(self) -> None:
-        """Removes all values; the requests stay open."""
         for values in self._values.values():
             values.clear()
 

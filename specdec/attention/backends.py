@@ -7,8 +7,6 @@ Shape letters: H query heads, G key/value heads, P = H / G, D head size, R rows 
 slots, M columns of the tree mask.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -36,9 +34,8 @@ class Attention(StrEnum):
     """Implementations of attention; all are exact.
 
     ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
-    tree with one, merged by their log-sum-exp (PipeDec Alg. 1). ``FLASH``: chunks of a prompt by
-    flash-attn, trees in two levels with the prefix by flash-attn. ``TRITON``: one launch of
-    ``specdec.attention.triton_kernel``. ``FLEX``: torch's FlexAttention.
+    tree with one (PipeDec Alg. 1). ``FLASH``: prompts by flash-attn, trees in two levels.
+    ``TRITON``: one launch of ``specdec.attention.triton_kernel``. ``FLEX``: torch's FlexAttention.
     """
 
     DENSE = "dense"
@@ -49,9 +46,8 @@ class Attention(StrEnum):
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """Prefers Triton, which splits the context among all multiprocessors of a GPU.
-
-    With a mask, the kernels behind ``DENSE`` use one per key/value head and block of rows.
+    """Prefers Triton, which splits the context among all multiprocessors of a GPU; with a mask, the
+    kernels behind ``DENSE`` use one per key/value head and block of rows.
     """
     if device.type == "cuda" and support.triton_problem(device, dtype) is None:
         return Attention.TRITON
@@ -59,7 +55,6 @@ def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
 
 
 def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Returns the kernel of ``model.attention=kind``; None for ``DENSE``."""
     setting = f"model.attention={kind}"
     if kind not in list(Attention):
         raise UserError(f"{setting} is unknown; choose {', '.join(Attention)}")
@@ -82,10 +77,9 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
 def two_level_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """Attends to the prefix, the slots before ``visibility.split``, and to the tree; merges both.
-
-    PipeDec Alg. 1 takes one softmax of both parts' scores. Merging the normalised parts by their
-    log-sum-exp is the same function and needs no mask for the long prefix.
+    """Attends to the prefix, the slots before ``visibility.split``, and to the tree; merges both by
+    their log-sum-exp: the function of PipeDec Alg. 1's one softmax, without a mask for the long
+    prefix.
     """
     split = visibility.split
     if visibility.full:
@@ -105,9 +99,8 @@ def two_level_attention(
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """Runs flash-attn over all slots for a chunk of a prompt, else over the prefix only.
-
-    It has only causal masks, so torch attends to the tree; both are merged (PipeDec Alg. 1).
+    """Runs flash-attn over all slots for a chunk of a prompt, else over the prefix only: it has
+    only causal masks, so torch attends to the tree, and both are merged (PipeDec Alg. 1).
     """
     from flash_attn import flash_attn_with_kvcache
 

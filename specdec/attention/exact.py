@@ -39,8 +39,6 @@ _REGISTERS = 64  # elements: two 512-bit registers of 16-bit numbers
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``start`` .. ``stop`` - 1 of one request's rows in a pass."""
-
     rows: Rows
     start: int
     stop: int
@@ -51,28 +49,22 @@ class RowRange:
 
 @dataclass(slots=True)
 class Context:
-    """The keys that the rows of one request see, by position.
+    """The keys that the rows of one request see, by position."""
 
-    Attributes:
-        positions: int64[R], absolute positions of the rows.
-        num_blocks: number of leading blocks in which the key of position ``p`` is in slot ``p`` for
-            every row that sees it.
-        num_slots: leading slots that these blocks read; the rest of the last block is padding.
-        slots: int64[R, N * B], slots of the positions from ``num_blocks`` * B on, 0 where a row has
-            no key; None if no row has keys there.
-    """
-
-    positions: Tensor
+    positions: Tensor  # int64[R], absolute positions of the rows
+    # number of leading blocks in which the key of position ``p`` is in slot ``p`` for every row
+    # that sees it
     num_blocks: int
-    num_slots: int
+    num_slots: int  # leading slots that these blocks read; the rest of the last block is padding
+    # int64[R, N * B], slots of the positions from ``num_blocks`` * B on, 0 where a row has no key;
+    # None if no row has keys there
     slots: Tensor | None = None
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, *, own: bool, window: int | None) -> Tensor | None:
-        """Returns bool, true at keys that a row must not see; None if there are no such keys.
-
-        It broadcasts with scores [G, U, N, R / U, P, B]. ``own`` selects the keys in ``slots``
-        instead of those in the leading blocks.
+        """Returns bool, broadcasting with scores [G, U, N, R / U, P, B], true at keys that a row
+        must not see: in ``slots`` (``own``) or in the leading blocks; None if there are no such
+        keys.
         """
         key = (own, window)
         if key not in self._masks:
@@ -116,8 +108,6 @@ def context_of(part: RowRange, device: torch.device) -> Context:
 
 
 class ExactPlan(PassPlan):
-    """The plan of one exact pass: ranges of rows in packing order, then padding to ``num_rows``."""
-
     def __init__(
         self,
         *,
@@ -177,9 +167,8 @@ def exact_attention(
 def _key_sets(
     key: Tensor, value: Tensor, context: Context, dtype: torch.dtype
 ) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """Yields sets of keys [G, U, N, B, D] and values [G, U, N, B, D + ones] by position.
-
-    The first item says whether each row has its own keys (U = R) or all share one set (U = 1).
+    """Yields (whether each row has its own keys: U = R, else 1; keys [G, U, N, B, D]; values [G, U,
+    N, B, D + ones]).
     """
     if context.num_blocks:
         num_slots, width = context.num_slots, context.num_blocks * BLOCK
@@ -194,7 +183,6 @@ def _key_sets(
 def _blocks(
     key: Tensor, value: Tensor, shape: tuple[int, int], padding: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cuts [G, U * N * B - ``padding``, D] into [G, U, N, B, D] and [G, U, N, B, D + ones]."""
     groups, used, size = key.shape
     extended = value.new_ones((groups, used + padding, size + _ONES), dtype=dtype)
     extended[:, :used, :size] = value
@@ -210,17 +198,9 @@ def _blocks(
 
 @dataclass(slots=True)
 class _KeySet:
-    """Scores of all rows over some blocks.
-
-    Attributes:
-        scores: [G, U, N, M, B]; rows of padding have zeros.
-        rows: [G, U, N, R / U, P, B], a view of ``scores`` without the padding.
-        values: [G, U, N, B, D + ones].
-    """
-
-    scores: Tensor
-    rows: Tensor
-    values: Tensor
+    scores: Tensor  # [G, U, N, M, B]; rows of padding have zeros
+    rows: Tensor  # [G, U, N, R / U, P, B], a view of ``scores`` without the padding
+    values: Tensor  # [G, U, N, B, D + ones]
 
     @staticmethod
     def of(query: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> _KeySet:
@@ -243,9 +223,8 @@ class _KeySet:
         return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:
-        """Yields weighted values and sums of the weights, [G, R, P, D + ones], for each block.
-
-        It subtracts ``top`` [G, R, P] from the scores in place.
+        """Yields weighted values and sums of the weights, [G, R, P, D + ones], for each block;
+        subtracts ``top`` [G, R, P] from the scores in place.
         """
         groups, num_sets, _, num_rows, per_group, _ = self.rows.shape
         self.rows.sub_(top.view(groups, num_sets, 1, num_rows, per_group, 1))
@@ -265,9 +244,8 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """Applies an elementwise function so that an element has the same bits in every tensor.
 
     On a CPU torch computes exp, tanh and the like in vector registers, but what is left over at the
-    end of a tensor, or of a thread's share of it, by scalar functions, whose last bit may differ.
-    Here pieces fill whole registers and run on one thread. Sums, products, quotients and roots are
-    rounded exactly and need no such care.
+    end of a tensor, or of a thread's share, by scalar functions, whose last bit may differ. Pieces
+    fill whole registers and run on one thread.
     """
     if tensor.is_cuda:
         return function(tensor)
@@ -281,7 +259,6 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:
-    """Cuts the packed rows of a pass into passes of at most ``size`` rows, in packing order."""
     current: list[RowRange] = []
     room = size
     for part in rows:
@@ -298,7 +275,6 @@ def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:
 
 
 def packed(parts: Sequence[RowRange], name: str, num_rows: int) -> IntArray:
-    """Returns int64[num_rows]: "tokens" or "positions" of the rows, then zeros as padding."""
     array = np.zeros(num_rows, np.int64)
     offset = 0
     for part in parts:

@@ -1,7 +1,5 @@
 """Checks that return why Triton, flash-attn or torch.compile cannot run here; None if they can."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module
@@ -60,7 +58,6 @@ def compile_problem(device: torch.device | str) -> str | None:
 
 
 def require(problem: str | None, setting: str) -> None:
-    """Raises a ``UserError`` if ``setting`` (key=value) has a problem."""
     if problem is not None:
         raise UserError(f"{setting} cannot run here: {problem}")
 

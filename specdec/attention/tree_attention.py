@@ -50,8 +50,7 @@ _FIRST_BLOCKS = 64  # blocks that a new pool allocates
 _LEAST_GROWTH = 128  # slots
 _GROWTH = 1 / 32  # share of the capacity; small, because requests reserve what they need
 
-Pair = tuple[Tensor, Tensor]
-"""Keys and values."""
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,6 @@ class CacheSpec:
     device: torch.device
 
     def empty(self, num_slots: int) -> Tensor:
-        """Returns an uninitialised tensor [L, 2, G, num_slots, D]."""
         shape = (self.num_layers, 2, self.num_kv_heads, num_slots, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
@@ -88,9 +86,8 @@ class Contiguous:
     def __init__(
         self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
     ) -> None:
-        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D].
-
-        Full memory grows by at least the share ``growth`` of its capacity.
+        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D]; full memory grows by the
+        share ``growth`` at least.
         """
         self._make = make
         self._growth = growth
@@ -117,17 +114,14 @@ class Contiguous:
         return store
 
     def buffers(self, start: int, end: int) -> Buffers:
-        """Returns memory for a pass that writes the slots ``start`` .. ``end`` - 1 itself."""
         return self.layers, _nothing
 
     def contents(self) -> Tensor:
-        """Returns all slots, [L, 2, G, C, D]; read-only, because ``Paged`` returns a copy."""
         return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies slots; every source is read before any target is written.
-
-        One gather over all layers is followed by one write per range of adjacent targets.
+        """Copies slots, reading every source first: one gather over all layers, then one write per
+        range of adjacent targets.
         """
         index = to_device(sources, self.tensor.device)
         gathered = self.tensor.index_select(3, index)
@@ -152,13 +146,11 @@ def layer_views(tensor: Tensor) -> Tensor:
 
 
 class BlockPool:
-    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage.
-
-    ``peak`` is the largest number of blocks that were in use at the same time so far.
+    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage, of
+    which at most ``peak`` were in use at the same time so far.
     """
 
     def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
-        """Sets the maximum; memory is allocated as blocks are first used."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.peak = 0
@@ -180,7 +172,6 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def take(self, num: int) -> list[int]:
-        """Allocates blocks; a RuntimeError means that admission control allowed too many."""
         if num > len(self._free):
             raise RuntimeError(
                 f"a request needs {num} more blocks, but only {len(self._free)} of"
@@ -200,8 +191,6 @@ class BlockPool:
 
 
 class Paged:
-    """Blocks of a pool, addressed by the request's block table; methods as in ``Contiguous``."""
-
     def __init__(self, *, pool: BlockPool) -> None:
         self._pool = pool
         self._table: list[int] = []
@@ -211,13 +200,11 @@ class Paged:
         return len(self._table) * self._pool.block_tokens
 
     def reserve(self, end: int, used: int) -> None:
-        """Allocates the blocks that ``end`` slots need; unlike ``Contiguous`` it moves no data."""
         missing = -(-end // self._pool.block_tokens) - len(self._table)
         if missing > 0:
             self._table += self._pool.take(missing)
 
     def writer(self, start: int, end: int) -> Store:
-        """Gathers the slots that the pass reads, once for all layers."""
         index = self._index(np.arange(end))
         new, written = index[start:], self._pool.rows.unbind(0)
         read = self._pool.rows.index_select(3, index).unbind(0)
@@ -231,7 +218,6 @@ class Paged:
         return store
 
     def buffers(self, start: int, end: int) -> Buffers:
-        """Returns a copy of the slots; the new ones are written back after the pass."""
         index = self._index(np.arange(end))
         copy = self._pool.rows.index_select(3, index)
 
@@ -249,13 +235,11 @@ class Paged:
         rows.index_copy_(3, self._index(targets), rows.index_select(3, self._index(sources)))
 
     def trim(self, used: int) -> None:
-        """Returns the blocks beyond the first ``used`` slots to the pool."""
         kept = -(-used // self._pool.block_tokens)
         self._pool.give_back(self._table[kept:])
         del self._table[kept:]
 
     def _index(self, slots: IntArray) -> Tensor:
-        """Returns the rows of the pool, int64[n], that store ``slots``."""
         block, offset = np.divmod(slots, self._pool.block_tokens)
         rows = np.array(self._table, np.int64)[block] * self._pool.block_tokens + offset
         return to_device(rows, self._pool.rows.device)
@@ -270,25 +254,16 @@ _SEES_ITSELF: BoolArray = np.ones((1, 1), np.bool_)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one request in one forward pass; ``start`` is the slot of the first in ``cache``.
-
-    Attributes:
-        tokens: int64[R], prefix rows first, then tree nodes.
-        positions: int64[R], absolute positions.
-        node_ids: int64[W].
-        num_prefix: R - W.
-        first_masked: every row sees all slots before this one.
-        visible: bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each row
-            sees.
-    """
+    """The rows of one request in one pass; ``start`` is the slot of the first in ``cache``."""
 
     cache: TreeCache
-    tokens: IntArray
-    positions: IntArray
-    node_ids: IntArray
-    num_prefix: int
+    tokens: IntArray  # int64[R], prefix rows first, then tree nodes
+    positions: IntArray  # int64[R], absolute positions
+    node_ids: IntArray  # int64[W]
+    num_prefix: int  # R - W
     start: int
-    first_masked: int
+    first_masked: int  # every row sees all slots before this one
+    # bool[R, start + R - first_masked]: the slots from ``first_masked`` on that each row sees
     visible: BoolArray
 
     def __len__(self) -> int:
@@ -310,14 +285,13 @@ class TreeCache:
     """Keys and values of one request in one runner, for all layers.
 
     Attributes:
-        cached_len: committed tokens in the prefix region. ``rows`` already counts the rows that it
-            returns; the runner's ``forward`` writes their keys and values.
+        cached_len: committed tokens in the prefix region; ``rows`` counts those that it returns,
+            which the runner's ``forward`` writes.
         node_ids: int64[T], node ids of the tree region, in slot order.
         node_positions: int64[T], their absolute positions.
     """
 
     def __init__(self, *, spec: CacheSpec, capacity: int, storage: Storage | None = None) -> None:
-        """Creates an empty cache, which grows beyond ``capacity`` slots as needed."""
         if capacity < 1:
             raise ValueError(f"cache capacity {capacity} must be at least 1 slot")
         self.spec = spec
@@ -334,15 +308,12 @@ class TreeCache:
 
     @property
     def storage(self) -> Tensor:
-        """Returns keys and values of all slots, [L, 2, G, C, D]; a copy if storage is paged."""
         return self._kv.contents()
 
     def slot_writer(self, start: int, end: int) -> Store:
-        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
         return self._kv.writer(start, end)
 
     def buffers(self, rows: Rows) -> Buffers:
-        """Returns memory for a pass that writes the keys and values of ``rows`` itself."""
         return self._kv.buffers(rows.start, rows.end)
 
     @property
@@ -350,7 +321,6 @@ class TreeCache:
         return len(self.node_ids)
 
     def has(self, node_ids: IntArray) -> BoolArray:
-        """Returns bool[W]: which of ``node_ids``[W] have entries in the tree region."""
         return np.isin(node_ids, self.node_ids)
 
     def key_positions(self, end: int) -> IntArray:
@@ -364,10 +334,10 @@ class TreeCache:
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
 
-        ``prefix_tokens``, int64[R - W], are allowed only while the tree region is empty. They get
-        the positions from ``cached_len`` on and causal visibility. A node sees the prefix, its
-        ancestors among the entries and the earlier rows, and itself; the mask need not be square
-        (SwiftSpec 3.1). Nodes whose parents have no entry follow the last token of the prefix.
+        ``prefix_tokens``, int64[R - W], get the positions from ``cached_len`` on and causal
+        visibility, while the tree region is empty. A node sees the prefix, its ancestors among the
+        entries and the earlier rows, and itself (the mask need not be square, SwiftSpec 3.1); nodes
+        whose parents have no entry follow the last token of the prefix.
         """
         start, num_prefix = self.cached_len + self.num_nodes, len(prefix_tokens)
         num_rows = num_prefix + (0 if tree is None else len(tree.tokens))
@@ -423,10 +393,9 @@ class TreeCache:
     def commit(self, commit: Commit) -> None:
         """Moves retired entries into the prefix, keeps the kept entries and drops the others.
 
-        Retired nodes are moved in path order as long as they have entries and continue the prefix.
-        If some have none, ``cached_len`` < ``commit.prefix_len`` afterwards, and the missing tokens
-        must be passed as ``prefix_tokens``. One gather over all layers copies only the entries that
-        change slots. A second call for the same step does nothing.
+        Retired nodes are moved in path order as long as they have entries and continue the prefix;
+        if some have none, the missing tokens must be passed as ``prefix_tokens``. One gather over
+        all layers copies only what changes slots. A second call for the same step does nothing.
         """
         if commit.step <= self._step:
             return
@@ -452,13 +421,11 @@ class TreeCache:
         self._kv.trim(self.cached_len + self.num_nodes)
 
     def truncate(self, length: int) -> None:
-        """Drops the tree region and the prefix beyond ``length`` tokens."""
         self.cached_len = min(self.cached_len, length)
         self.node_ids = self.node_positions = EMPTY
         self._kv.trim(self.cached_len)
 
     def close(self) -> None:
-        """Frees all slots; the cache must not be used afterwards."""
         self._kv.trim(0)
 
     def _adoptable(self, commit: Commit) -> IntArray:
@@ -490,26 +457,19 @@ OPAQUE = "specdec_opaque"
 
 @dataclass(slots=True)
 class ScoreOptions:
-    """How a layer computes its scores, as transformers passes it.
-
-    Attributes:
-        scaling: factor of the scores; None means 1 / sqrt(D).
-        window: keys at least this many positions back are masked; None: no sliding window.
-        softcap: scores s become softcap * tanh(s / softcap); None: no cap.
-        others: further arguments of the family; checked once, when a runner is created.
-    """
-
-    scaling: float | None = None
+    scaling: float | None = None  # factor of the scores; None means 1 / sqrt(D)
+    # keys at least this many positions back are masked; None: no sliding window
     window: int | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: no cap
+    # further arguments of the family; checked once, when a runner is created
     others: dict[str, Any] = field(default_factory=dict)
 
 
 class PassPlan:
     """The plan of one pass, as the attention function and the runner's hooks use it.
 
-    ``captured`` maps names to hidden states [1, sum R, E], filled by hooks. ``hidden``, [1, sum R,
-    E], is the input of the first layer of a slice that is not the first, else None.
+    ``captured`` maps names to hidden states [1, sum R, E]; ``hidden``, [1, sum R, E], is the input
+    of a slice that is not the first.
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
@@ -518,7 +478,6 @@ class PassPlan:
         self.hidden = hidden
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-        """Stores the rows' keys and values, then attends; shapes as in ``tree_attention``."""
         raise NotImplementedError
 
 
@@ -537,8 +496,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention of one layer, with the signature that transformers calls.
 
-    Maps query [1, H, sum R, D], and key and value [1, G, sum R, D] of this pass's rows, to [1, sum
-    R, H, D]; the second result, None, replaces the attention weights.
+    Maps query [1, H, sum R, D], and key and value [1, G, sum R, D] of this pass's rows, to ([1, sum
+    R, H, D], None).
     """
     if specdec_plan is None:
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
@@ -555,10 +514,8 @@ AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class PassCache:
-    """Replaces transformers' cache: records the current layer and returns the rows' keys unchanged.
-
-    ``PassPlan.attend`` writes them into the requests' caches. ``first_layer`` is a global index,
-    ``layer`` counts within the slice (-1 before the first layer).
+    """Replaces transformers' cache: records the current layer (``layer`` within the slice, -1
+    before the first) and returns the rows' keys unchanged, which ``PassPlan.attend`` writes.
     """
 
     is_compileable = False
@@ -580,10 +537,9 @@ class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
     Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
-    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on each row sees.
-    ``causal`` is true if each row sees exactly the slots up to its own, as in a chunk of a prompt.
-    On the host, ``full`` says that every row sees every slot, and ``split`` is ``first``; captured
-    passes leave them at False and 0.
+    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. ``causal``: each
+    row sees exactly the slots up to its own. On the host, ``full`` says that every row sees every
+    slot, and ``split`` is ``first``; captured passes leave them at False and 0.
     """
 
     def __init__(
@@ -599,13 +555,11 @@ class Visibility:
         full: bool = False,
         split: int = 0,
     ) -> None:
-        """Stores the inputs; ``mask`` builds masks on first use.
+        """Stores the inputs; ``mask`` builds masks on first use, for ``num_slots`` columns (C).
 
-        Args:
-            num_slots: C, number of columns of a mask.
-            positions, column_positions: int64[R] and int64[M], absolute positions of the rows and
-                of the entries from ``first`` on; needed for sliding windows only.
-            causal: true only if the last row's slot is also the last one.
+        ``positions`` int64[R] and ``column_positions`` int64[M] are absolute positions of the rows
+        and of the entries from ``first`` on, needed for sliding windows only. ``causal`` may be
+        true only if the last row's slot is also the last one.
         """
         self.causal, self.full, self.split = causal, full, split
         self.lengths = lengths.to(torch.int32)
@@ -617,9 +571,8 @@ class Visibility:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
-        """Returns the additive mask [folds * R, C]: 0 where a row sees a slot, else the minimum.
-
-        ``folds`` is the number of copies of the rows, one after the other; see ``folded_heads``.
+        """Returns the additive mask [folds * R, C], 0 where a row sees a slot, of so many copies of
+        the rows; see ``folded_heads``.
         """
         if folds > 1 and (window, folds) not in self._masks:
             self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
@@ -646,7 +599,6 @@ class RequestPart:
     """One request's rows in a pass; caches masks in the dtype and on the device of its cache."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
-        """``offset`` is the number of rows that precede these in the pass."""
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
         self._bits: dict[bool, Visibility] = {}
@@ -660,9 +612,8 @@ class RequestPart:
         return self.rows.cache.slot_writer(self.rows.start, self.rows.end)
 
     def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
-        """Returns the additive mask [folds R, n]; None if every row sees every slot.
-
-        It is built on the device from bits, because [R, n] would have to be copied from the host.
+        """Returns the additive mask [folds R, n], built on the device from bits; None if every row
+        sees every slot.
         """
         if self.within(window):
             window = None
@@ -694,14 +645,12 @@ class RequestPart:
         return self._bits[has_window]
 
     def within(self, window: int | None) -> bool:
-        """Returns whether a sliding window of this size would mask nothing."""
         return window is None or int(self.rows.positions.max()) < window
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
-    """Returns the additive mask float32[R, n] for kernels that hide later slots themselves.
-
-    None: every row sees all slots up to its own.
+    """Returns the additive mask float32[R, n] for kernels that hide later slots themselves; None if
+    every row sees all slots up to its own.
     """
     if window is not None and int(rows.positions.max()) < window:
         window = None  # it would mask nothing
@@ -715,8 +664,6 @@ def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
 
 
 class AttentionPlan(PassPlan):
-    """The plan of one pass that is neither captured nor exact."""
-
     def __init__(
         self,
         *,
@@ -751,7 +698,6 @@ class AttentionPlan(PassPlan):
     def _attend_one(
         self, part: RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
     ) -> Tensor:
-        """Attends one request's rows to its cache ``stored`` [1, G, n, D]; returns [1, H, R, D]."""
         scaling, window, softcap = options.scaling, options.window, options.softcap
         if softcap is None and self._kernel is not None and part.within(window):
             return self._kernel(query, *stored, part.bits(), scaling)
@@ -775,14 +721,13 @@ def dense_attention(
     scaling: float | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots.
+    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots, [R, C] or for
+    the folded heads [P R, C].
 
-    On CUDA, only cuDNN supports a mask together with grouped query heads, and cuDNN makes a new
-    execution plan for every context length, which takes longer than many passes. So on CUDA the P
-    query heads of each key/value head are folded into rows of one head, and cuDNN is excluded.
-
-    ``mask``, [R, C] or repeated for the folded heads [P R, C], is added to the scores; None means
-    that every row sees every slot. ``softcap`` is explained in ``capped_attention``.
+    On CUDA, only cuDNN supports a mask together with grouped query heads, and it makes a new
+    execution plan for every context length. So there the P query heads of each key/value head are
+    folded into rows of one head, and cuDNN is excluded. ``softcap`` is explained in
+    ``capped_attention``.
     """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)
@@ -814,9 +759,8 @@ def capped_attention(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Computes attention in elementary operations, because no kernel here supports soft caps.
-
-    Scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
+    """Computes attention in elementary operations, because no kernel here supports soft caps:
+    scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
     """
     scores = scores_of(query, key, scaling)
     if softcap is not None:
@@ -835,7 +779,6 @@ def scores_of(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
-    """Sums the values [1, G, C, D], weighted by [1, G, P, R, C], to [1, H, R, D]."""
     output = weights @ rearrange(value, "b g c d -> b g 1 c d")
     return rearrange(output, "b g p r d -> b (g p) r d")
 

@@ -84,9 +84,8 @@ def _scan(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Computes unnormalised attention over the slots start .. stop - 1.
-
-    Returns weighted sums [BLOCK_ROWS, BLOCK_DIM], largest exponents (base 2) and sums of weights.
+    """Returns unnormalised weighted sums [BLOCK_ROWS, BLOCK_DIM] over the slots start .. stop - 1,
+    largest exponents (base 2) and sums of weights.
     """
     dims = tl.arange(0, BLOCK_DIM)
     within = dims < DIM
@@ -125,7 +124,6 @@ def _merged(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):
     # fmt: on
-    """Sums the partial results in the order of the splits and normalises them."""
     lanes = tl.arange(0, BLOCK_ROWS)
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -148,10 +146,7 @@ def _merged(  # type: ignore[no-untyped-def]
 
 
 class TreeAttention:
-    """Launches the kernel and owns the scratch memory that the splits of a launch share.
-
-    Use one object per stream: concurrent launches would share counters.
-    """
+    """Launches the kernel and owns the scratch memory of its splits; use one object per stream."""
 
     def __init__(self, *, splits: int | None = None) -> None:
         """``splits``: thread blocks per head; None derives it from the multiprocessors."""
@@ -220,7 +215,6 @@ class TreeAttention:
     def _parts(
         self, device: torch.device, items: int, splits: int, rows: int, dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns scratch memory: partial sums, their maxima and totals, and counters at 0."""
         shape = (device, items, splits, rows, dim)
         if shape not in self._scratch:
             self._scratch[shape] = (
@@ -232,7 +226,6 @@ class TreeAttention:
 
 
 def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Returns rows, keys and head size of a block that fits a multiprocessor's shared memory."""
     block_dim = max(_MIN_DOT, triton.next_power_of_2(dim))
     most_rows = min(_MAX_BLOCK_ROWS, max(_MIN_DOT, _QUERY_BYTES // (block_dim * itemsize)))
     rows = min(most_rows, max(_MIN_DOT, triton.next_power_of_2(num_items)))
@@ -241,9 +234,8 @@ def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _splits(device: torch.device, items: int, most: int) -> int:
-    """Returns the number of splits that fills the device, at most ``most``, as a power of two.
-
-    Few numbers are used, because each compiles a kernel and keeps scratch memory.
+    """Returns the number of splits that fills the device, at most ``most``: a power of two, because
+    each number compiles a kernel and keeps scratch memory.
     """
     filling = _INTERPRETED_SPLITS
     if device.type == "cuda":

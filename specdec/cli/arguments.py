@@ -1,7 +1,5 @@
 """Reads the words after a command: flags, names, and overrides in Hydra's grammar."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -29,8 +27,6 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class OneModel:
-    """Keys of commands that load a model by its folder."""
-
     dtype: Annotated[Text, "of the weights"] = "float32"
     device: Annotated[Text, "that computes"] = "cpu"
 
@@ -48,16 +44,14 @@ _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
-_NOT_HERE = {
+_NOT_HERE = {  # flags of Hydra that this command line refuses, with advice for the error message
     "--config-name": "every command has its own root; put a group experiment/NAME.yaml into a tree"
     " of your own and use --config-dir DIR +experiment=NAME",
     "--config-path": "use --config-dir DIR, which adds a tree of your own to the library's",
 }
-"""Flags of Hydra that this command line refuses, with advice for the error message."""
 
 
 def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Arguments:
-    """Separates flags from overrides; every command has ``--help`` and ``--config-dir DIR``."""
     known = ("--help", "--config-dir", *flags)
     overrides, flags_set, trees, chosen = [], set(), [], {}
     rest = list(words)
@@ -88,14 +82,11 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
 def read_values(
     words: Sequence[str], schema: Callable[..., _T], wanted: str, most: float = 1, least: int = 1
 ) -> tuple[list[str], _T]:
-    """Separates names, such as folders, from the keys of a command.
+    """Separates names, such as folders, from the keys of a command (the annotated arguments of
+    ``schema``).
 
-    Args:
-        schema: class or function whose annotated arguments are the keys.
-        wanted: what the names are, for the error if there are not ``least`` to ``most`` of them.
-
-    Returns:
-        The names, and what ``schema`` makes of the values.
+    ``wanted`` is what the names are, for the error if there are not ``least`` to ``most`` of them.
+    Returns the names, and what ``schema`` makes of the values.
     """
     from specdec.config.hydra import read_keys  # `specdec list` does without Hydra
 
@@ -112,7 +103,6 @@ def read_values(
 
 
 def help_of(schema: type[Any]) -> str:
-    """Describes the keys of a dataclass by the texts in their annotations, with the defaults."""
     lines = []
     for name, hint in get_type_hints(schema, include_extras=True).items():
         default = inspect.signature(schema).parameters[name].default  # slots hide it
@@ -123,9 +113,8 @@ def help_of(schema: type[Any]) -> str:
 
 
 def names_to_install(words: Sequence[str], kind: str, known: Collection[str]) -> list[str]:
-    """Reads ``[install NAME...]``; returns no names without words.
-
-    A name that is not ``known`` is a ``UserError``, which calls it no ``kind``, such as "model".
+    """Reads ``[install NAME...]``; without words there are no names, and one that is not ``known``
+    is refused as no ``kind``.
     """
     if words and (words[0] != "install" or len(words) == 1):
         raise UserError(f"{' '.join(words)}: write `install NAME`")

@@ -1,7 +1,5 @@
 """``specdec compare 'batch_size=[1,2,4]'``: every row at several batch sizes, as curves."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection, Sequence
 from copy import deepcopy
@@ -37,18 +35,11 @@ _NOT_RECORDED = frozenset([*PARTS, *COMPARE, *_OTHERS])
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A checked comparison at several batch sizes.
-
-    Attributes:
-        sizes: batch sizes, increasing.
-        comparison: the rows, composed at the largest size.
-        cross: an additional row, plain decoding on another latency profile; None for no such row.
-        record: the run that is recorded and then replayed by every row; None if rows load models.
-    """
-
-    sizes: Annotated[tuple[Count, ...], Field(min_length=1)]
-    comparison: Comparison
+    sizes: Annotated[tuple[Count, ...], Field(min_length=1)]  # batch sizes, increasing
+    comparison: Comparison  # the rows, composed at the largest size
+    # an additional row, plain decoding on another latency profile; None for no such row
     cross: Job | None
+    # the run that is recorded and then replayed by every row; None if rows load models
     record: Job | None
 
     @property
@@ -59,7 +50,6 @@ class Curves:
         return {**self.comparison.config, **extra}
 
     def rows(self, size: int) -> list[dict[str, Any]]:
-        """Returns one configuration per row, at one batch size."""
         jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
         return [{**deepcopy(job.config), "batch_size": size} for job in jobs]
 
@@ -89,7 +79,6 @@ def curves(
 def compose_curves(
     sizes: Sequence[int], overrides: Sequence[str], folder: Path, extra: Sequence[Path] = ()
 ) -> Curves:
-    """Composes and checks every row; on a simulated clock adds the recording and the cross row."""
     for error in errors_of(Curves, {"sizes": sizes}):
         raise UserError(error.replace("sizes", "batch_size", 1))
     own = ("curve_profile", "cross_profile", "curve_replay", "clock", "model")

@@ -127,7 +127,6 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
 def _compared(
     known: Sequence[Reading], counts: Sequence[Sequence[Tensor]], num_tokens: int
 ) -> dict[str, Any]:
-    """Compares the readings by accepted tokens per draft; the first one is the folder's own."""
     import numpy as np
 
     rows: list[dict[str, Any]] = []

@@ -30,9 +30,8 @@ RESULT_FILE = "summary.json"
 
 
 def execute(work: Job | Comparison, folder: Path) -> Mapping[str, Any] | None:
-    """Runs a job or a comparison in its folder, and sends its rows to the logger.
-
-    Returns its results; None if it was complete already.
+    """Runs a job or a comparison in its folder, and sends its rows to the logger; None if it was
+    complete already.
     """
     from specdec.runs.jobs import compare_jobs, run_job  # torch takes seconds to import
 
@@ -62,9 +61,8 @@ def run_in(
 ) -> _T | None:
     """Does work in its folder as ``specdec.config.folders.run_in`` does, and shows its progress.
 
-    Args:
-        work: called with the ``specdec.runs.jobs.Progress`` to report to.
-        table: file that is printed if the work is complete already.
+    ``work`` is called with the ``Progress`` to report to; ``table`` is a file that is printed if
+    the work is complete already.
     """
 
     def shown() -> _T:
@@ -80,7 +78,6 @@ def run_in(
 
 
 def print_notices(notices: Iterable[str]) -> None:
-    """Prints warnings to standard error, each once."""
     for notice in dict.fromkeys(notices):
         print(f"note: {notice}", file=sys.stderr)
 
@@ -94,12 +91,9 @@ def show_config(
 ) -> int:
     """Prints the configuration of every job as a YAML document; returns exit status 0.
 
-    ``--cfg job`` prints the checked configuration. If that is invalid, it prints the composed one,
-    and the error on standard error. ``--cfg hydra`` prints Hydra's own node, ``--cfg all`` both.
-
-    Args:
-        make: (overrides, trees) -> the checked configuration; may raise ``UserError``.
-        jobs: overrides of each job of a sweep; None for a single job.
+    ``--cfg job`` prints the configuration that ``make`` has checked (or the composed one, if it is
+    refused, and the error on standard error), ``--cfg hydra`` Hydra's own node, ``--cfg all`` both.
+    ``jobs`` has the overrides of each job of a sweep.
     """
     for overrides in [arguments.overrides] if jobs is None else jobs:
         if jobs is not None:
@@ -121,8 +115,6 @@ def show_config(
 
 
 class _Reports:
-    """Shows bars on a terminal; elsewhere a line per phase, at its end and every ten seconds."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._last_line = 0.0
@@ -158,7 +150,6 @@ class _Reports:
 
 @contextmanager
 def reporting() -> Iterator[jobs.Progress]:
-    """Shows progress on standard error; notes go to standard output."""
     counts = MofNCompleteColumn(), TextColumn("{task.fields[detail]}")
     columns = (*Progress.get_default_columns(), *counts)  # text, bar, share, time left
     console, plain = Console(stderr=True), not sys.stderr.isatty()

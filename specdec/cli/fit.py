@@ -1,7 +1,5 @@
 """``specdec fit`` fits an acceptance model to acceptance measured elsewhere."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +88,5 @@ def main(arguments: Arguments) -> int:
 
 
 def _matching(names: Sequence[str]) -> list[str]:
-    """Returns the files that patterns match; other names as they are."""
     paths = [str(Path(name).expanduser()) for name in names]
     return [found for path in paths for found in (sorted(glob(path)) or [path])]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +50,8 @@ def main(arguments: Arguments) -> int:
 
 
 def _about(group: str, path: Path, trees: Sequence[Path]) -> str:
-    """Describes an option by its title or first comment.
-
-    Parts have their keys and defaults, too; presets the comments "# Needs:" and "# Costs:" of their
-    own and of the parts that they choose.
+    """Describes an option by its title or first comment; parts have their keys and defaults, too,
+    presets the comments "# Needs:" and "# Costs:" of their own and of their parts.
     """
     values = own_values(path)
     if group != "strategy":

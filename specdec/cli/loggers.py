@@ -26,12 +26,10 @@ _HISTOGRAMS = {
 """Histogram metric -> name of the curve's axis, whose values are the histogram's keys."""
 
 
-LOGGED_FILE = "logged.json"
-"""The ``logger`` nodes that have received the results of a folder."""
+LOGGED_FILE = "logged.json"  # the ``logger`` nodes that have received the results of a folder
 
 
 def check_logger(config: Mapping[str, Any], folder: Path) -> None:
-    """Calls ``check`` of the logger, unless it has received the folder's results already."""
     if logger := _logger(config["logger"], _served(folder)):
         logger.check()
 
@@ -39,9 +37,8 @@ def check_logger(config: Mapping[str, Any], folder: Path) -> None:
 def log_results(
     configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Sends one row of metrics per configuration to the logger of the first configuration.
-
-    A logger that has received the results of this folder already does not receive them again.
+    """Sends one row of metrics per configuration to the logger of the first one, unless it has
+    received the results of this folder already.
     """
     node, served = configs[0]["logger"], _served(folder)
     if logger := _logger(node, served):
@@ -56,7 +53,6 @@ def _served(folder: Path) -> list[Any]:
 
 
 def _logger(node: Mapping[str, Any], served: Sequence[Any]) -> Logger | None:
-    """Builds the logger of a node; None if there is none, or it is one of those ``served``."""
     if node in served or node.get("kind") == "none":
         return None
     if "_target_" in node:
@@ -79,7 +75,6 @@ class WandbLogger(Logger):
         self._mode = mode
 
     def check(self) -> None:
-        """Verifies the package, and the login to the server that receives the results."""
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
                 "logger=wandb needs the package wandb, which is not installed: run"
@@ -99,7 +94,6 @@ class WandbLogger(Logger):
             )
 
     def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
-        """Logs one strategy; offline logs are kept in ``folder``."""
         from specdec.report.results import drafted_tokens, read_object, read_requests
         from specdec.report.traces import rejection_metrics
 
@@ -143,7 +137,6 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _curves(row: Mapping[str, Any], records: Sequence[RequestRecord]) -> Iterator[dict[str, Any]]:
-    """Yields the points to log, in order: prompt by prompt, then the histograms."""
     from specdec.report.results import drafted_tokens, prompt_metrics
 
     sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()

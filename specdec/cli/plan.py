@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from specdec.cli.arguments import Arguments, help_of

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,7 @@ from specdec.config.job import check_section, checked_job
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 
-RESULT_FILE = "profile.json"
-"""This file is written last: a folder that has it is complete."""
-
+RESULT_FILE = "profile.json"  # this file is written last: a folder that has it is complete
 HELP = """\
 specdec profile [--cfg] [--config-dir DIR] [group=option] [key=value] ...
 
@@ -60,7 +56,6 @@ def main(arguments: Arguments) -> int:
 def profile_config(
     overrides: Sequence[str], extra: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], str | None]:
-    """Composes and checks the configuration; returns it and its ``output_dir``."""
     composed = compose_config(overrides, name="profiling", extra=extra)
     values = dict(composed.values)
     section = values.pop("profiling")
@@ -80,7 +75,6 @@ def profile_config(
 
 
 def execute(config: dict[str, Any], folder: Path) -> None:
-    """Measures, or simulates with an existing profile, unless the folder is complete."""
     from specdec.profiling.job import allocation_job, profile_job, profile_text, splits_text
 
     splits = config["profiling"]["devices"] is not None

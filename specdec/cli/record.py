@@ -101,7 +101,6 @@ def main(arguments: Arguments) -> int:
 
 
 def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """Reads (id, prompt int64[T], output int64[L]) from each line."""
     from specdec.data.texts import read_turns, tokenized
     from specdec.models.loading import load_tokenizer
 

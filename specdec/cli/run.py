@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute, print_notices, show_config
 from specdec.cli.sweep import experiment_sweeps, show_info, sweep, with_params

@@ -5,8 +5,6 @@ therefore never raises: it writes a record of its outcome, and the sweep lists a
 end. Records are files, because joblib and submitit run jobs in other processes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -65,12 +63,12 @@ _INTERRUPTED: Record = {
 
 
 def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
-    """Runs one job per combination of the comma-separated values.
+    """Runs one job per combination of the comma-separated values, each in a folder named by what
+    varies.
 
-    Each job has a folder under the sweep's, named by the values that vary. Complete jobs are
-    skipped, so the same command with the same ``output_dir`` resumes a sweep. Bad overrides are
-    reported before the first job starts. The exit status is 0 if every job is complete, 2 if only
-    bad input failed, else 1.
+    Complete jobs are skipped, so the same command with the same ``output_dir`` resumes a sweep. Bad
+    overrides are reported before the first job. The exit status is 0 if every job is complete, 2 if
+    only bad input failed, else 1.
     """
     parsed = parse(overrides)
     _check_hydra(parsed)
@@ -130,10 +128,8 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
 
 
 def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Override]:
-    """Prepends ``hydra.sweeper.params`` of an experiment to the overrides.
-
-    Also checks that each ``_target_`` of Hydra's node has the right kind, so that a mistake is
-    reported before the first job.
+    """Prepends ``hydra.sweeper.params`` of an experiment to the overrides; checks the kind of each
+    ``_target_`` of Hydra's node, so that a mistake is reported before the first job.
     """
     raw = _first_job(overrides, extra)
     for name, kind in (("launcher", Launcher), ("sweeper", Sweeper)):
@@ -145,7 +141,6 @@ def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Ov
 
 
 def experiment_sweeps(overrides: Sequence[str], extra: Sequence[Path] = ()) -> bool:
-    """Whether ``+experiment=`` chooses a YAML with ``hydra.mode: MULTIRUN``."""
     if not any(o.startswith("+experiment=") for o in overrides):
         return False
     return OmegaConf.select(_first_job(overrides, extra), "hydra.mode") is RunMode.MULTIRUN
@@ -172,8 +167,6 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """Settings that every job of the sweep needs; they are pickled into other processes."""
-
     folder: Path
     notes: Path  # folder of the jobs' records
     varying: tuple[str, ...]  # keys that name a job's folder
@@ -192,7 +185,6 @@ def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> N
 
 
 def show_info(arguments: Arguments) -> int:
-    """Prints what ``--info`` asks Hydra for: defaults list, plugins, search path or all."""
     words = ["--info", arguments.info, *arguments.overrides]
     _run_hydra(lambda _: None, words, arguments.config_dirs)
     return 0
@@ -201,7 +193,6 @@ def show_info(arguments: Arguments) -> int:
 def _run_hydra(
     task: Callable[[DictConfig], None], words: Sequence[str], extra: Sequence[Path]
 ) -> None:
-    """Runs ``hydra.main``, which reads ``sys.argv``, with further trees to search."""
     before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
@@ -210,7 +201,6 @@ def _run_hydra(
 
 
 def run_one(config: DictConfig, sweep: _Sweep) -> None:
-    """Runs one job in the process that Hydra gives it, and records its outcome."""
     merged = OmegaConf.create({"hydra": HydraConfig.get()})
     merged.merge_with(config)
     name = _job_name(list(HydraConfig.get().overrides.task), sweep.varying)

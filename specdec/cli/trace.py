@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +66,6 @@ def main(arguments: Arguments) -> int:
 
 
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
-    """Draws the pictures of a traced run; returns their paths."""
     from specdec.files import write_bytes, write_text
     from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
@@ -87,7 +84,6 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
 
 
 def draw_beside(folder: Path, other: Path) -> Path:
-    """Writes one page with both runs, ``beside.html`` in the first folder; returns its path."""
     from specdec.files import write_text
     from specdec.report.styles import row_styles
     from specdec.trace.files import TREES_FILE, Track, tracks_page
@@ -104,7 +100,6 @@ def draw_beside(folder: Path, other: Path) -> Path:
 
 @contextmanager
 def _drawing(traces: str) -> Iterator[None]:
-    """Makes errors of drawing ``UserError``: the files may be damaged or of another version."""
     try:
         yield
     except ValueError as error:
@@ -129,7 +124,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _without_trace(folder: Path) -> str:
-    """Explains why a folder has no trace, with the command that writes one."""
     config = _config(folder)
     if config.get("command") == "compare":
         return (

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,7 +60,6 @@ def main(arguments: Arguments) -> int:
 def train_config(
     kind: str, overrides: Sequence[str], extra: Sequence[Path] = ()
 ) -> Mapping[str, Any]:
-    """Composes and checks a configuration."""
     # Imported here: torch takes seconds to import.
     from specdec.train.run import GROUPS, check
 

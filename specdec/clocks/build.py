@@ -1,7 +1,5 @@
 """Builds the clock that ``clock=`` names: a built-in kind, or a class outside this library."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,11 +22,11 @@ def build_clock(
     rank: int = CONTROLLER,
     timeline: Timeline | None = None,
 ) -> Clock:
-    """Builds the clock of one process.
+    """Builds the clock of one process from the resolved node ``clock``, which has the profile's
+    costs.
 
-    Args:
-        node: the resolved configuration node ``clock`` with the profile's costs. ``_target_`` names
-            an outside class, whose constructor may also take ``meter``, ``rank`` and ``timeline``.
+    ``_target_`` names an outside class, whose constructor may also take ``meter``, ``rank`` and
+    ``timeline``.
     """
     if "_target_" in node:
         runtime = {"meter": lambda: meter, "rank": lambda: rank, "timeline": lambda: timeline}
@@ -45,7 +43,6 @@ def build_clock(
 
 
 def clock_kind(node: Mapping[str, Any]) -> ClockKind:
-    """Returns the kind of the clock that the configuration node describes, without building it."""
     if "_target_" not in node:
         return ClockKind(node["kind"])
     kind = getattr(locate(node["_target_"], "clock"), "kind", None)
@@ -58,9 +55,8 @@ def clock_kind(node: Mapping[str, Any]) -> ClockKind:
 
 
 def check_in_process(kind: ClockKind, *, tracing: bool) -> None:
-    """Raises ``UserError`` for clocks and traces that need one process per stage.
-
-    Stages that share a process take turns, so measured and paced times would mean nothing.
+    """Raises ``UserError`` for clocks and traces that need one process per stage: stages that share
+    a process take turns, so measured and paced times would mean nothing.
     """
     remedy = "add executor.transport=distributed, or use clock=simulated or executor=local"
     if kind is ClockKind.PACED:

@@ -118,8 +118,7 @@ class ClockKind(StrEnum):
     """How a clock obtains its times.
 
     ``MEASURED``: wall time on this hardware. ``PACED``: wall time, with each piece of work
-    stretched to its cost in a latency profile. ``SIMULATED``: virtual time; results are labelled
-    simulated.
+    stretched to its cost in a latency profile. ``SIMULATED``: virtual time.
     """
 
     MEASURED = "measured"
@@ -130,9 +129,9 @@ class ClockKind(StrEnum):
 class Clock(ABC):
     """Source of all times. Executors and token sources charge their work to it.
 
-    Where ranks are processes, each process has its own clock and charges only itself, in three
-    steps: ``start``, the work, ``charge``. A simulated clock is one object that accounts for all
-    ranks, and may be charged before the work.
+    Where ranks are processes, each has its own clock and charges only itself, in three steps:
+    ``start``, the work, ``charge``. A simulated clock accounts for all ranks, and may be charged
+    before the work.
     """
 
     kind: ClockKind
@@ -154,10 +153,8 @@ class Clock(ABC):
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Accounts for work on ``num_tokens`` rows that the rank has just done.
-
-        A second charge without a new ``start`` begins where the first ended (for example the output
-        head after the layers).
+        """Accounts for work on ``num_tokens`` rows that the rank has just done, or since its last
+        charge.
         """
 
     @abstractmethod
@@ -165,9 +162,8 @@ class Clock(ABC):
         """Delays the rank's next work until the work charged to ``to`` has ended."""
 
     def follow(self, rank: int, to: int) -> None:
-        """Does the same as ``align``, for work that continues the schedule of earlier charges.
-
-        On a paced clock a late wake-up does not delay the schedule: the rank waits that much less.
+        """Does the same as ``align``, for work that continues the schedule: on a paced clock a late
+        wake-up does not delay it.
         """
         self.align(rank, to)
 
@@ -199,9 +195,8 @@ class Clock(ABC):
 
     @abstractmethod
     def on(self, rank: int) -> AbstractContextManager[None]:
-        """Redirects the controller's charges to ``rank`` inside the block (not on measured clocks).
-
-        The redirected work begins now, or when ``rank`` has finished its earlier work.
+        """Redirects the controller's charges to ``rank`` inside the block (not on measured clocks),
+        from now, or from the end of its earlier work.
         """
 
     @abstractmethod

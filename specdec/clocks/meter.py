@@ -1,7 +1,5 @@
 """Divides the controller's wall time into model calls, declared waits and overhead (the rest)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -39,7 +37,6 @@ class Meter:
 
     @property
     def draft_s(self) -> float:
-        """Seconds of the model calls made while ``drafting`` was set."""
         self._sum_events()
         return self._draft_s
 
@@ -59,7 +56,6 @@ class Meter:
             self.add(name, perf_counter() - start)
 
     def add(self, name: str, seconds: float, calls: int = 1) -> None:
-        """Counts calls of model ``name`` that took ``seconds`` in total and have just ended."""
         if self._began is None:
             self._began = perf_counter() - seconds
         self._model_s[name] += seconds
@@ -68,7 +64,6 @@ class Meter:
             self._draft_s += seconds
 
     def add_events(self, name: str, start: Any, end: Any) -> None:
-        """Counts one call between two ``torch.cuda`` events that were created with timing."""
         if self._began is None:
             self._began = perf_counter()
         self.calls[name] += 1
@@ -84,7 +79,6 @@ class Meter:
         self._events.clear()
 
     def take_began(self) -> float | None:
-        """Returns and clears the start of the first model call since the last ``take_began``."""
         began, self._began = self._began, None
         return began
 
@@ -110,10 +104,7 @@ class _Waiting:
 
 
 class Drafting:
-    """Inside the block, work charged to the clock and model calls of the meter count as drafting.
-
-    A class, because a generator with ``contextmanager`` would cost microseconds in every pass.
-    """
+    """Inside the block, work charged to the clock and the meter's calls count as drafting."""
 
     def __init__(self, clock: Clock, meter: Meter) -> None:
         self._clock, self._meter = clock, meter

@@ -89,16 +89,13 @@ class LatencyProfile:
 
 
 class Prices:
-    """Caches costs of a profile in seconds, since a run needs the same few again and again."""
-
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
         self.seconds = cache(lambda kind, num: profile.ms(kind, num) * 1e-3 * scale)
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """Interpolates the cost curve of a parallel degree between the two nearest in ``curves``.
-
-    All ``curves`` (degree -> curve) have the same ``tokens``.
+    """Interpolates the cost curve of a parallel degree between the two nearest in ``curves``
+    (degree -> curve, all of the same ``tokens``).
     """
     by_degree = {int(number): curve for number, curve in curves.items()}
     if degree in by_degree:

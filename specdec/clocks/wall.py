@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +17,6 @@ from specdec.clocks.profile import LatencyProfile, Prices, Work
 
 
 class _Stopwatch:
-    """The time of one process, and the start of the work that is charged next."""
-
     def __init__(self, meter: Meter) -> None:
         self.zero, self.origin_s = perf_counter(), time()
         self._meter = meter
@@ -32,7 +28,6 @@ class _Stopwatch:
         return perf_counter() - self.zero
 
     def skip(self, seconds: float) -> None:
-        """Excludes the last ``seconds``, which were spent outside all work."""
         self.zero += seconds
 
     def start(self) -> None:
@@ -40,19 +35,15 @@ class _Stopwatch:
         self._start, self._planned = self.now(), False
 
     def plan(self, at: float) -> None:
-        """Sets the next start to ``at``, or to the end of the previous work if that is later."""
         self._start = at if self._start is None else max(self._start, at)
         self._planned = True
 
     def ended(self, at: float) -> None:
-        """Makes work that is charged without a new start begin at ``at``."""
         self._start = at
 
     def take(self) -> tuple[float, bool]:
-        """Returns the start of the work, and whether it continues the work charged before.
-
-        The start is the planned one; without a plan, the first metered model call; without a model
-        call, the last start or end.
+        """Returns the start of the work (the planned one, else the first metered model call, else
+        the last start or end), and whether it continues the work charged before.
         """
         called, planned = self._meter.take_began(), self._planned
         self._planned = False
@@ -62,9 +53,8 @@ class _Stopwatch:
 
 
 class MeasuredClock(WallClock):
-    """The wall clock of one process. It times one rank and waits for no other.
-
-    Ranks wait for each other's messages instead, so most methods about other ranks do nothing.
+    """The wall clock of one process; it times one rank, and ranks wait for each other's messages
+    instead.
     """
 
     kind = ClockKind.MEASURED
@@ -102,14 +92,12 @@ class MeasuredClock(WallClock):
         """Does nothing."""
 
     def follow(self, rank: int, to: int) -> None:
-        """Starts this rank's work now, since its message has arrived."""
         self.start(rank)
 
     def barrier(self, ranks: Sequence[int]) -> None:
         """Does nothing."""
 
     def busy(self, rank: int) -> bool:
-        """Returns False: the executor tracks messages in flight."""
         return False
 
     def ends_s(self, rank: int) -> float | None:
@@ -122,12 +110,10 @@ class MeasuredClock(WallClock):
         return self._watch.now()
 
     def wait_until(self, seconds: float) -> None:
-        """Sleeps, and counts the time as a declared wait."""
         with self._meter.waiting():
             sleep(max(0.0, seconds - self.now()))
 
     def skip(self, seconds: float) -> None:
-        """Excludes the last ``seconds``, in which this process did other work between steps."""
         self._watch.skip(seconds)
 
     def report(self) -> ClockReport:
@@ -187,9 +173,8 @@ class PacedClock(MeasuredClock):
             self._late = False
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Waits until the work's cost has elapsed, or counts an overrun.
-
-        A charge of another rank advances its planned time; work without a price ends now.
+        """Waits until the work's cost has elapsed, or counts an overrun; a charge of another rank
+        advances its planned time, and work without a price ends now.
         """
         if num_tokens <= 0:
             return
@@ -222,9 +207,8 @@ class PacedClock(MeasuredClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """Makes the next work of ``rank`` start no earlier than the planned time of ``to``.
-
-        This rank's planned time is the present, or the earliest start of its next work if later.
+        """Makes the next work of ``rank`` start no earlier than the planned time of ``to``; this
+        rank's is the present, or the earliest start of its next work if later.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])
@@ -240,7 +224,6 @@ class PacedClock(MeasuredClock):
             self.align(rank, to)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Sleeps until all planned times have passed, and counts the time as a declared wait."""
         plans = self._plans
         latest = max([plans[rank] for rank in ranks])
         if latest > self.now():

@@ -1,18 +1,14 @@
 """Builds strategies in Python from parts and shared models; refuses parts that do not fit.
 
     bench = Workbench(pair, seed=0)
-    parts = bench.parts(
-        source=DraftModelSource(runner=bench.draft_runner()),
-        policy=BestFirst(bs=32, w=4, d=6),
-        verifier=MatchVerifier(),
-    )
+    source = DraftModelSource(runner=bench.draft_runner())
+    parts = bench.parts(source=source, policy=BestFirst(bs=32, w=4), verifier=MatchVerifier())
 
 An executor is planned before models are loaded or processes started, and built afterwards. A rule
 that concerns only one policy or executor is in that class (``check``, ``check_clock``, ...).
 
-In a configuration a part is a node ``{"_target_": "package.Class", key: value, ...}``. Keys are
-constructor arguments; an argument that no configuration can state is passed by its name, if it is a
-key of ``RUNTIME``. So a part from outside this repository is one file and one YAML.
+In a configuration a part is a node ``{"_target_": "package.Class", key: value, ...}`` of
+constructor arguments; those that no configuration can state are passed by name (``RUNTIME``).
 """
 
 from __future__ import annotations
@@ -57,7 +53,6 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        """Builds the executor; ``runtime`` has a factory for each object that it may request."""
         parameters = inspect.signature(self.cls.build).parameters.values()
         requested = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
         for name, required in requested.items():
@@ -71,12 +66,7 @@ class Planned:
 
 
 def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
-    """Plans an executor, for ``Workbench.parts``.
-
-        executor = planned(PipelineExecutor, pair, stages=8)
-
-    The keys are those of the executor's configuration.
-    """
+    """Plans an executor, for ``Workbench.parts``: ``planned(PipelineExecutor, pair, stages=8)``."""
     return Planned(cls, cls.plan(pair, **keys))
 
 
@@ -125,7 +115,6 @@ def check_source(
 def check_executor(
     source: TokenSource, policy: TreePolicy, executor: ExecutorPlan | Executor
 ) -> None:
-    """Refuses an executor, or its plan, that does not deliver what the source needs."""
     name, needs = type(source).__name__, source.needs
     if needs.exits and (executor.latency == 1 or not policy.follows_exits):
         why = f"{type(policy).__name__} drafts before it submits, but a token's exit comes after"
@@ -171,10 +160,8 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """Decodes ``requests`` and yields the commits of each step.
-
-        Every step runs in inference mode; the caller's code between steps does not. The arguments
-        after ``state`` are those of ``FifoScheduler``.
+        """Decodes ``requests`` and yields the commits of each step, each run in inference mode; the
+        arguments after ``state`` are those of ``FifoScheduler``.
         """
         scheduler = self.scheduler(
             requests=requests,
@@ -221,7 +208,7 @@ class Workbench:
         """Stores the shared objects; models are loaded on first use.
 
         The default clock is the wall clock. ``ranks`` starts the processes of distributed
-        executors; without it everything runs in this process.
+        executors.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -231,11 +218,6 @@ class Workbench:
         self._first_stage: FirstStage | None = None
 
     def runner(self, name: str, plan: ExecutorPlan | None = None) -> ModelRunner:
-        """Returns a runner of the "draft" or "middle" model, for ``DraftModelSource``.
-
-        Raises:
-            UserError: there is no such model, or the clock's profile has no cost for it.
-        """
         profile = self.clock.profile
         if name == "draft":
             return self.draft_runner(plan)
@@ -251,10 +233,7 @@ class Workbench:
 
         If ``plan`` distributes the draft over several processes, these share it by tensor
         parallelism and end with the executor that ``parts`` builds for this plan, or with
-        ``release``.
-
-        Raises:
-            RankFailure: a rank failed while loading.
+        ``release``. RankFailure: a rank failed while loading.
         """
         if self.ranks is not None and isinstance(plan, PipelinePlan) and plan.distributed:
             place = plan.placements.get("draft")
@@ -263,10 +242,8 @@ class Workbench:
         return self.pair.runner("draft", self.meter)
 
     def source_pair(self) -> ModelPair:
-        """Returns the pair for token sources.
-
-        If other processes run the target, a source that needs target layers loads these alone, and
-        this process never holds the whole target.
+        """Returns the pair for token sources; if other processes run the target, this process loads
+        single layers of it at most.
         """
         return self.pair if self.ranks is None else self.pair.without_target()
 
@@ -299,13 +276,9 @@ class Workbench:
 
         Args:
             executor: see ``planned``; default: the local executor.
-            stages: in place of ``executor``: number of stages of a pipeline with one device each.
-                With ``ranks`` every device is a process.
+            stages: in place of ``executor``: number of stages of a pipeline with one device each,
+                with ``ranks`` a process each.
             serving: how requests share the target; by default each step feeds all of them.
-
-        Raises:
-            UserError: parts that do not fit together, or more stages than layers.
-            RankFailure: a rank failed while loading.
         """
         if executor is None:
             transport = "in_process" if self.ranks is None else "distributed"
@@ -344,7 +317,6 @@ class Workbench:
         return parts
 
     def runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
-        """Returns factories of the objects that executors and sources may request by name."""
         blocks = serving.num_blocks, serving.block_tokens
         ranks, seed = self.ranks, self.draws.seed
         return {
@@ -392,11 +364,7 @@ The parts are made in this order: plan of the executor, policy, verifier, source
 
 
 def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
-    """Builds and checks the parts of a resolved plain configuration (``conf/config.yaml``).
-
-    Raises:
-        UserError: an unknown key, a bad value, or parts that do not fit together.
-    """
+    """Builds and checks the parts of a resolved plain configuration (``conf/config.yaml``)."""
     meter, timeline = Meter(), Timeline() if cfg.get("trace") else None
     clock = build_clock(cfg["clock"], meter, timeline=timeline)
     ranks = _ranks(cfg, pair, clock)
@@ -407,10 +375,8 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 def build_parts(
     cfg: Mapping[str, Any], bench: Workbench, *, verifier: Verifier | None = None
 ) -> Parts:
-    """Builds the parts of a configuration on a workbench.
-
-    Clock and seed are those of the workbench, not of ``cfg``. A given ``verifier`` replaces the
-    configuration's.
+    """Builds the parts of a configuration with clock, seed and models of a workbench; a given
+    ``verifier`` replaces the configuration's.
     """
     pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
     plan = executor.plan
@@ -458,9 +424,8 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
-    """Returns the processes of a distributed executor, or None if everything runs in this process.
-
-    A simulated clock runs all ranks in this process: it computes their times instead of measuring.
+    """Returns the processes of a distributed executor; None if everything runs in this process, as
+    on a simulated clock, which computes the ranks' times.
     """
     node = cfg["executor"]
     if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:
@@ -496,16 +461,11 @@ def build(
 
     Args:
         preset: its name (``specdec list strategies``).
-        bench: models, clock and seed. Default: those of the configuration, which are the bundled
-            pair and the wall clock.
+        bench: models, clock and seed. Default: the bundled pair and the wall clock.
         verifier: replaces the preset's.
-        keys: values of the preset's keys, named shortly (``width`` for ``policy.width``) or in full
-            (``**{"policy.width": 4}``). The name of a group chooses one of its options
-            (``executor="pipeline"``). None leaves the preset's value. ``stages`` moves a preset of
-            one device to a pipeline.
-
-    Raises:
-        UserError: an unknown preset, key or option, a bad value, or parts that do not fit together.
+        keys: values of the preset's keys (``width``, or in full ``**{"policy.width": 4}``) or
+            options of its groups (``executor="pipeline"``); None leaves the preset's. ``stages``
+            moves a preset of one device to a pipeline.
     """
     # Imported here: Hydra is not needed to put parts together.
     from specdec.config.hydra import compose_config

@@ -1,7 +1,5 @@
 """Folders of results: their names, stored configurations, locks and completeness."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -34,7 +32,6 @@ _LONGEST_NAME = 120
 
 
 def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
-    """Returns ``chosen``, or a new folder ``outputs/<command>/<name>/<time>-<unique>`` for None."""
     if chosen:
         return Path(chosen)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -43,7 +40,6 @@ def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
 
 
 def safe_name(text: str) -> str:
-    """Makes ``text`` a folder name; a digest tells shortened and cleaned names apart."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text).strip(".-") or "run"
     if name == text and len(name) <= _LONGEST_NAME:
         return name
@@ -56,13 +52,8 @@ def run_in(
     """Does the work of a configuration in its folder; returns None if it was complete already.
 
     Of work that is refused before its first result nothing is left, so that the corrected command
-    can use the same folder. Any other end is written to ``status.json``.
-
-    Args:
-        result: file that the work writes last; "" for work that is always repeated.
-
-    Raises:
-        UserError: the folder belongs to another configuration, or another process uses it.
+    can use the same folder; any other end is written to ``status.json``. ``result`` is the file
+    that the work writes last, "" for work that is always repeated.
     """
     existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
     try:
@@ -93,10 +84,8 @@ def run_in(
 
 
 def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
-    """Assigns a new or empty folder to a configuration by writing its ``config.yaml``.
-
-    Returns whether the file ``result``, which the work writes last, exists in it already. A folder
-    of another configuration or with other content is a ``UserError``.
+    """Assigns a new or empty folder to a configuration by writing its ``config.yaml``; returns
+    whether ``result`` exists in it already, and refuses other folders.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={folder} is a file: name a folder")
@@ -139,10 +128,7 @@ def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
 
 
 def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run computes, which is its identity: everything but where results are sent.
-
-    The rows of a comparison are such configurations, and ``choices`` names the chosen logger.
-    """
+    """What a run computes, which is its identity: everything but where results are sent."""
     return {
         key: _computed(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -151,7 +137,6 @@ def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder if needed; raises ``UserError`` unless it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -170,9 +155,8 @@ def as_yaml(config: Mapping[str, Any]) -> str:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Locks a folder; raises ``UserError`` if another process of this library has locked it.
-
-    Folders that the system cannot lock (Windows, some network file systems) are not locked.
+    """Locks a folder; refuses one that another process of this library has locked. Folders that the
+    system cannot lock (Windows, some network file systems) are not locked.
     """
     if fcntl is None:
         yield

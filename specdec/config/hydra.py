@@ -1,7 +1,5 @@
 """Composes configurations from overrides; Hydra's errors become one line with a suggestion."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,19 +31,17 @@ from specdec.parts.fields import did_you_mean, errors_of, signature_of
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
 
-_ADDED = {
+_ADDED = {  # groups whose options are not the library's -> where they come from
     "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
     "hydra/launcher": "pip install 'specdec-lab[joblib,submitit]' adds launchers",
     "hydra/sweeper": "leave it out",
 }
-"""Groups whose options are not the library's -> where they come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A composed configuration: resolved values, and the option chosen in each group.
-
-    ``trees`` are the configuration trees that were searched besides the library's own.
+    """Resolved values, the option chosen in each group, and the trees searched besides the
+    library's own.
     """
 
     values: dict[str, Any]
@@ -74,9 +70,8 @@ def key_of(override: Override) -> str:
 
 
 def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """Splits words into those that set no key of a schema, and the values of its keys.
-
-    The schema says what a value means: a text is taken literally, and a list needs no brackets.
+    """Splits words into those that set no key of a schema, and the values of its keys, of which a
+    text is taken literally and a list needs no brackets.
     """
     keys, others, values = signature_of(schema).plain, list[str](), dict[str, Any]()
     for word in words:
@@ -97,17 +92,13 @@ def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[st
 def compose_config(
     overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
 ) -> Composed:
-    """Composes a root (config, compare or profiling) with overrides into resolved, plain values.
-
-    ``extra`` are further trees to search.
-    """
+    """Composes a root (config, compare or profiling) with overrides into resolved, plain values."""
     return plain(compose_raw(overrides, name=name, extra=extra), extra)
 
 
 def compose_raw(
     overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
 ) -> DictConfig:
-    """Composes like ``compose_config``, but keeps interpolations and the node ``hydra``."""
     for override in parse(overrides):
         if override.is_sweep_override():
             raise UserError(
@@ -126,7 +117,6 @@ def compose_raw(
 
 
 def set_values(raw: DictConfig, overrides: Sequence[Override]) -> None:
-    """Applies overrides of values, not of groups, to a composed configuration."""
     for override in overrides:
         section, _, key = key_of(override).rpartition(".")
         if override.is_delete():
@@ -138,7 +128,6 @@ def set_values(raw: DictConfig, overrides: Sequence[Override]) -> None:
 
 
 def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
-    """Returns the overrides of every job of a sweep in Hydra's order, the last key fastest."""
     values: dict[str, list[str]] = {}  # if a key is repeated, its last value counts
     for override in overrides:
         key, value = override.get_key_element(), override.value()
@@ -157,7 +146,6 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
 
 
 def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
-    """Resolves a composed configuration, which includes the node ``hydra``."""
     chosen: Any = OmegaConf.to_container(raw.hydra.runtime.choices)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
     config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
@@ -183,12 +171,10 @@ def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
 
 
 def without_hydra(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides of the job itself, without those of Hydra's own node."""
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 def search_path(extra: Sequence[Path]) -> list[str]:
-    """Returns the override that makes Hydra search further trees; empty if there are none."""
     trees = ",".join(f"file://{config_tree(tree).resolve().as_posix()}" for tree in extra)
     return [f"hydra.searchpath=[{trees}]"] if trees else []
 
@@ -204,7 +190,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _explain(error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]) -> str:
-    """Finds the override that Hydra refused, and words the error for it."""
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         if group in _ADDED:

@@ -1,7 +1,5 @@
 """Jobs are checked configurations in the form that the engine takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -41,8 +39,6 @@ from specdec.parts.fields import (
 
 @dataclass
 class _RunKeys:
-    """The keys at the top of every configuration (conf/config.yaml)."""
-
     max_new_tokens: Count
     stop_strings: list[Annotated[str, Field(min_length=1, max_length=200)]]
     ignore_eos: bool
@@ -64,8 +60,7 @@ class _CompareKeys(_RunKeys):
     curve_replay: bool
 
 
-COMPARE = tuple(_CompareKeys.__annotations__)
-"""Top-level keys that only ``specdec compare`` has."""
+COMPARE = tuple(_CompareKeys.__annotations__)  # top-level keys that only ``specdec compare`` has
 
 
 def _keys(**hints: Any) -> type:
@@ -113,7 +108,6 @@ _UNSTATED = {"logit_scale", "logit_step"}  # of RandomPair: only certification p
 
 
 def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """Raises ``UserError`` for the first key that is unknown or has a bad type or value."""
     top = {key: value for key, value in config.items() if key not in GROUPS}
     check_values(_CompareKeys if "strategies" in top else _RunKeys, top, also=GROUPS)
     strategy: Any = config.get("strategy")
@@ -131,7 +125,6 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
 
 
 def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
-    """Checks the keys of a section, and that its ``_target_`` is a class of the right kind."""
     label = f"{section}={choices[section]}" if section in choices else section
     if not isinstance(node, dict):
         raise UserError(f"{label} is not a section: give it an option's keys, or drop ~{section}")
@@ -166,14 +159,6 @@ def _schema(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One strategy on one workload.
-
-    Attributes:
-        config: plain and resolved; its key ``choices`` maps groups to options.
-        output_dir: None for the default folder.
-        notices: warnings to print before the job starts.
-    """
-
     name: str
     config: dict[str, Any]
     output_dir: str | None
@@ -181,7 +166,6 @@ class Job:
 
 
 def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
-    """Composes and checks the job of ``specdec run``; keys of other commands are refused."""
     parsed = parse(overrides)
     for override in parsed:
         if key_of(override) in COMPARE:
@@ -204,7 +188,6 @@ def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
 
 
 def checked_job(composed: Composed) -> Job:
-    """Checks a composed configuration, adds its latency profile, and makes it a job."""
     values, choices = composed.values, dict(composed.choices)
     check_config(values, choices)
     config = {key: value for key, value in values.items() if key not in ("output_dir", *COMPARE)}
@@ -278,9 +261,8 @@ def _check_own_decoding(name: str, config: Mapping[str, Any]) -> None:
 def _check_models(
     name: str, config: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]
 ) -> tuple[int, tuple[str, ...]]:
-    """Checks the models' files, which is faster than loading them.
-
-    Returns the number of the target's layers, and warnings.
+    """Checks the models' files, which is faster than loading them; returns the number of the
+    target's layers, and warnings.
     """
     from specdec.models.inspection import inspect_pair
 
@@ -316,7 +298,6 @@ def _check_models(
 def _notices_without_text(
     config: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """Warns if a source copies from earlier text and the model's tokens are random."""
     copies = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
     names = [_class(node).rpartition(".")[2] for node in sources if _class(node).endswith(copies)]
     if not names or config["model"].get("kind") != "synthetic":
@@ -330,7 +311,6 @@ def _notices_without_text(
 
 
 def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
-    """Raises ``UserError`` if there are more pipeline stages than layers of the named model."""
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > num_layers:
         raise UserError(
@@ -340,7 +320,6 @@ def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None
 
 
 def _nodes(node: object) -> Iterator[Mapping[str, Any]]:
-    """Yields a node and the nodes nested in it."""
     if isinstance(node, dict):
         yield node
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -351,20 +330,11 @@ def _class(node: Mapping[str, Any]) -> str:
     return str(node.get("_target_", ""))
 
 
-COMPARISON_FILE = "comparison.json"
-"""If this file exists in a folder, the comparison is complete."""
+COMPARISON_FILE = "comparison.json"  # if this file exists in a folder, the comparison is complete
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The checked jobs of ``specdec compare``, one per row.
-
-    Attributes:
-        repeats: number of interleaved measurements of every prompt.
-        output_dir: None for the default folder.
-        notices: overrides that do not apply to every row, and the jobs' notices.
-    """
-
     jobs: tuple[Job, ...]
     repeats: int
     output_dir: str | None
@@ -377,7 +347,6 @@ class Comparison:
 
 
 def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Comparison:
-    """Composes and checks every row; an override that applies to no row is a ``UserError``."""
     parsed = parse(overrides)
     if any(o.key_or_group == "strategy" for o in parsed):
         raise UserError(
@@ -411,8 +380,6 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
 def _compose_row(
     common: Sequence[str], of_parts: Sequence[Override], extra: Sequence[Path]
 ) -> tuple[DictConfig, list[Override]]:
-    """Composes one row with the overrides that apply to it; also returns those that do not."""
-
     def composed(chosen: Sequence[Override]) -> DictConfig:
         words = [str(o.input_line) for o in chosen]
         return compose_raw([*common, *words], name="compare", extra=extra)
@@ -452,7 +419,6 @@ def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:
 
 
 def _part_of(override: Override) -> str | None:
-    """Returns the part whose key an override sets, if any; "strategy" for options of a baseline."""
     key = key_of(override)
     if key.startswith("strategy.options."):
         return "strategy"

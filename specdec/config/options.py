@@ -1,7 +1,5 @@
 """Reads the configuration tree on disk: its folder, groups and options."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -14,10 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from specdec.errors import UserError
 from specdec.files import UNREADABLE, why_unreadable
 
-PARTS = ("source", "policy", "verifier", "executor")
-"""Groups that make up a strategy."""
-
-BASES = {
+PARTS = ("source", "policy", "verifier", "executor")  # groups that make up a strategy
+BASES = {  # group -> base class of what its ``_target_`` may name; None if it takes no ``_target_``
     "strategy": None,
     "source": "specdec.interfaces.TokenSource",
     "policy": "specdec.interfaces.TreePolicy",
@@ -30,8 +26,6 @@ BASES = {
     "clock": "specdec.clocks.Clock",
     "logger": "specdec.interfaces.Logger",
 }
-"""Group -> base class of what its ``_target_`` may name; None if it takes no ``_target_``."""
-
 GROUPS = tuple(BASES)
 """Groups whose options can be chosen on the command line; the tree has other folders, too."""
 
@@ -41,15 +35,14 @@ YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 
 @cache
 def config_dir() -> Path:
-    """Returns the folder of the Hydra tree, which is installed as the package ``specdec.conf``."""
     return (Path(__file__).parent.parent / "conf").resolve()
 
 
 def config_tree(name: str | Path) -> Path:
     """Returns the folder of a further configuration tree (``--config-dir``, ``config_dirs=``).
 
-    A tree is code: the folder around it is put on ``sys.path``, because the tree's files may name
-    classes there.
+    A tree is code: the folder around it is put on ``sys.path``, because its files may name classes
+    there.
     """
     folder = Path(name).expanduser()
     if not str(name) or not folder.is_dir():
@@ -63,9 +56,8 @@ def config_tree(name: str | Path) -> Path:
 
 
 def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
-    """Returns a group's options: name -> YAML file, sorted by name.
-
-    Files that begin with an underscore are not options. Trees in ``extra`` take precedence.
+    """Returns a group's options, name -> YAML file, sorted; files that begin with an underscore are
+    none, and trees in ``extra`` take precedence.
     """
     paths: dict[str, Path] = {}
     for root in (*extra, config_dir()):
@@ -76,7 +68,6 @@ def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
 
 
 def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = False) -> Any:
-    """Loads a YAML file; raises a ``UserError`` that says ``refusal (reason): remedy``."""
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
         str(loaded)  # Python does not print hexadecimal numbers of too many digits
@@ -86,7 +77,6 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
 
 
 def first_comment(path: Path) -> str:
-    """Returns the file's description: its first comment line that is not Hydra's package header."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
@@ -94,10 +84,8 @@ def first_comment(path: Path) -> str:
 
 
 def stated(path: Path, what: str) -> str:
-    """Returns the text of the comment ``# <what>: ...`` in an option's YAML.
-
-    An option without such a comment inherits it from the options that its defaults list extends,
-    in its own tree or in the library's. Returns "" if none has it.
+    """Returns the text of the comment ``# <what>: ...`` in an option's YAML, or in one that its
+    defaults list extends; "" if none has it.
     """
     seen, waiting = set[Path](), [path]
     while waiting:
@@ -115,7 +103,6 @@ def stated(path: Path, what: str) -> str:
 
 
 def chosen_parts(path: Path) -> dict[str, str]:
-    """Returns the group -> option entries of a preset's defaults list."""
     entries = [entry for entry in _defaults(path) if isinstance(entry, dict)]
     named = {str(key): str(value) for entry in entries for key, value in entry.items()}
     return {key.removeprefix("override ").lstrip("/"): value for key, value in named.items()}
@@ -134,12 +121,10 @@ def _defaults(path: Path) -> list[Any]:
 
 
 def own_values(path: Path) -> dict[str, Any]:
-    """Returns the unresolved values of a YAML of the tree, without its defaults list."""
     return {key: value for key, value in _mapping(path).items() if key != "defaults"}
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Maps dotted keys to the values of a plain nested dict; lists are values."""
     if not isinstance(config, dict) or not config:
         return {prefix: config} if prefix else {}
     flat: dict[str, Any] = {}
@@ -149,5 +134,4 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def has_key(config: Any, key: str) -> bool:
-    """Whether a plain nested dict has a value or a section at a dotted key."""
     return any(f"{known}.".startswith(f"{key}.") for known in flatten(config))

@@ -3,8 +3,6 @@
 That is costs by degree of parallelism and draft, and expansions by the ratio of costs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,8 +37,6 @@ _Origin = Annotated[str, Field(pattern="^(stated|measured|assumed)")]
 
 
 class _Profile(TypedDict, total=False):
-    """The keys of a profile; ``origins`` says of each figure where it is from."""
-
     note: str
     costs: dict[Annotated[str, AfterValidator(_kind)], _Curve]
     degrees: dict[Annotated[str, Field(pattern="^(stage|draft)$")], _Degrees]
@@ -55,10 +51,9 @@ def load_profile(
 ) -> dict[str, Any]:
     """Loads and checks a latency profile: an option's name, or the path of a YAML of that form.
 
-    Returns:
-        "note": a text; "costs": {kind: {"tokens": [...], "ms": [...], ...}}; if the file has them,
-        "degrees": {kind: {number of devices that share a layer: curve}}, "stages": the testbed's
-        number of stages, "draft_name": the draft timed in "costs", and "drafts": {name: curve}.
+    Returns "note"; "costs": {kind: curve}; and, if the file has them, "degrees": {kind: {number of
+    devices that share a layer: curve}}, the testbed's "stages", the "draft_name" timed in "costs",
+    "drafts": {name: curve}.
     """
     at, known = f"{key}={name}", options("profile", extra)
     path = known.get(name) or Path(name).expanduser()
@@ -92,10 +87,8 @@ _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number.
-
-    ``config`` has the profile's content under ``clock``. A value that does not follow from the
-    profile, such as an unknown degree, is a ``UserError``.
+    """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number;
+    refuses what does not follow from the profile, such as an unknown degree.
     """
     clock = dict(config["clock"])
     if degrees := clock.pop("degrees", None):
@@ -110,9 +103,8 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
 
-    A profile has the time of one stage of its testbed. With another number of stages the simulated
-    target is larger or smaller than the testbed's. On a measured clock, devices that share a
-    process run one after the other.
+    A profile has the time of one stage of its testbed: with another number of stages the simulated
+    target is another. On a measured clock, devices that share a process run one after the other.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
     several = (executor.get(key) or 1 for key in ("stages", *_DEGREES.values()))
@@ -138,8 +130,8 @@ def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
     """Returns the clock's section with the time of the draft ``name``; unchanged for None.
 
-    A profile without draft times charges no draft, so it fits every one. A profile with the times
-    of other drafts only is a ``UserError``.
+    A profile without draft times charges no draft, so it fits every one; one with the times of
+    other drafts only is refused.
     """
     own, others = clock.pop("draft_name", None), clock.pop("drafts", {})
     if name is None or name == own or "draft" not in clock.get("costs", {}):
@@ -158,10 +150,8 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
 def _with_degrees(
     clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the clock's section with the costs of the executor's tensor-parallel degrees.
-
-    Degrees between those of the profile are interpolated, and the note says so. An executor's
-    degree of null leaves the costs of that kind as they are.
+    """Returns the clock's section with the costs of the executor's tensor-parallel degrees (null:
+    unchanged); degrees between those of the profile are interpolated, and the note says so.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():
@@ -182,9 +172,8 @@ def _with_degrees(
 
 
 def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
-    """Returns how many draft passes of w leaves fit beside a target pass of bs nodes, at least 1.
-
-    This is d in SwiftSpec section 5.5; ``ratio_plus_one`` adds one.
+    """Returns d of SwiftSpec section 5.5: how many draft passes of w leaves fit beside a target
+    pass of bs nodes, at least 1; ``ratio_plus_one`` adds one.
     """
     if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
         raise UserError(

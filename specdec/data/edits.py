@@ -1,15 +1,10 @@
 """Sessions in which an agent edits files of the standard library, turn by turn.
 
-They are made from held-out modules (``data.stdlib``) without downloads and without a model: rules
-apply the edits, so each turn has a prompt and the completion of a model that follows it. In turns
-of kind ``rewrite`` the prompt contains the file and the completion is its whole new version. In
-turns of kind ``resume`` the agent continues in a new context, as after a summary, and the file
-occurs only in earlier turns.
-
-All choices are keyed by names (CRC-32), so the turns depend on nothing but the Python version.
+They are made from held-out modules (``data.stdlib``) without a model: rules apply the edits, so
+each turn has a prompt and the completion of a model that follows it. In turns of kind ``rewrite``
+the prompt contains the file and the completion is its whole new version; in turns of kind
+``resume`` the file occurs only in earlier turns. All choices are keyed by names (CRC-32).
 """
-
-from __future__ import annotations
 
 import ast
 import builtins
@@ -32,17 +27,13 @@ from specdec.data.stdlib import (
 )
 from specdec.errors import UserError
 
-MIN_CHARS, MAX_CHARS = 700, 1500
-"""Smallest and largest size of an edited file."""
+MIN_CHARS, MAX_CHARS = 700, 1500  # smallest and largest size of an edited file
 TURNS = 6
-KINDS = ("rewrite", "resume")
-"""Values of ``data.subset``."""
+KINDS = ("rewrite", "resume")  # values of ``data.subset``
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of an agent."""
-
     index: int
     place: str  # piece of a module and number of the turn ("json/tool.py:main turn 1")
     kind: str  # one of ``KINDS``
@@ -51,8 +42,6 @@ class Turn:
 
 
 class EditPrompts(DataReader):
-    """The prompts of ``edit_turns``, for real models (``data=edits``)."""
-
     def __init__(self, *, subset: str | None = None) -> None:
         self._turns = chosen_turns(subset, "data.subset")
 
@@ -65,14 +54,12 @@ class EditPrompts(DataReader):
 
 
 def chosen_turns(kind: str | None, key: str) -> tuple[Turn, ...]:
-    """Returns the turns of a kind, or all (None); messages mention the configuration ``key``."""
     if kind not in (None, *KINDS):
         raise UserError(f"{key}={kind!r} is unknown: choose one of {', '.join(KINDS)}, or null")
     return tuple(turn for turn in edit_turns() if kind in (None, turn.kind))
 
 
 def edits_provenance() -> dict[str, object]:
-    """Returns the CRC-32 of the turns' texts, which differ between Python versions."""
     texts = "".join(turn.prompt + turn.completion for turn in edit_turns())
     return {"turns": len(edit_turns()), "crc32": zlib.crc32(texts.encode())}
 
@@ -134,7 +121,6 @@ def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _rename(text: str, key: int) -> tuple[str, str] | None:
-    """Renames a variable or an argument that occurs at least twice."""
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name | ast.arg)]
     names = Counter(n.id if isinstance(n, ast.Name) else n.arg for n in nodes)
     taken = {*dir(builtins), *keyword.kwlist, "self", "cls"}
@@ -159,7 +145,6 @@ def _comment(text: str, key: int) -> tuple[str, str] | None:
 
 
 def _guard(text: str, key: int) -> tuple[str, str] | None:
-    """Adds a check of the first argument at the start of a function."""
     functions = [
         node
         for node in ast.walk(ast.parse(text))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os
@@ -18,9 +16,8 @@ _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
 def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
-    """Returns the folder of data sets, ``data_dir`` or that of SPECDEC_DATA.
-
-    The messages of its errors state the data set's ``name`` and the ``places`` of its files.
+    """Returns the folder of data sets, ``data_dir`` or that of SPECDEC_DATA; ``name`` and
+    ``places`` are for messages.
     """
     value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
     folder = Path(value).expanduser()
@@ -42,7 +39,6 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def open_text(path: Path, form: str = "text") -> Iterator[IO[str]]:
-    """Opens UTF-8 text, gzip or plain as its first bytes show; ``form`` is for messages."""
     try:
         with path.open("rb") as stream:
             compressed = stream.read(2) == b"\x1f\x8b"
@@ -82,7 +78,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) of a JSON-lines file, without blank lines."""
     with open_text(path, "JSON lines") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -103,10 +98,8 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
-    """Returns the text of a record's field, in which dots descend into mappings and lists.
-
-    Missing, blank and other values are refused; ``where`` ("p.jsonl line 3") and ``hint`` ("choose
-    one with data.field") are for the messages.
+    """Returns the text of a record's field, in which dots descend into mappings and lists; missing,
+    blank and other values are refused with ``where`` and ``hint``.
     """
     value: Any = record
     for key in field.split("."):
@@ -130,12 +123,10 @@ def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> 
 
 
 def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str:
-    """Replaces every ``{field}`` of a template by that field of the record (see ``text_field``)."""
     return _FIELD.sub(lambda m: text_field(record, m[1], where=where, hint=hint), template)
 
 
 def sha256_of(path: Path) -> str:
-    """Hashes a file, or a folder's files in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         digest.update(file.read_bytes())

@@ -20,9 +20,7 @@ CHAT_DATE = "01 Jan 2025"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt.
-
-    Its ``id`` is the index in the data set, independent of limit, order and subset, and keys the
+    """One prompt; its ``id``, the index in the data set whatever limit, order and subset, keys the
     random draws. In ``mixed`` it is 1,000,000 times the set's number plus the index in that set.
     """
 
@@ -39,16 +37,13 @@ class Prompt:
 class DataReader(ABC):
     """Reads the prompts of a data set outside this library (``data=`` with ``_target_``).
 
-    The limit, the sample, the chat template and the lengths (``data.limit``, ``sample_seed``,
-    ``chat``, ``max_prompt_tokens``, ``truncation``) are applied afterwards.
+    Limit, sample, chat template and lengths of ``data=`` are applied afterwards.
     """
 
     @abstractmethod
     def prompts(self) -> Iterable[Prompt]:
-        """Returns prompts with different ids, in the data set's order.
-
-        It is called once before a run, for the first prompt only, and once in the run. It should
-        raise ``UserError`` for a missing file or an unreadable record.
+        """Returns prompts with different ids, in the data set's order; UserError for a missing file
+        or an unreadable record. Called before a run, for the first prompt only, and in the run.
         """
 
     def provenance(self) -> dict[str, Any]:
@@ -67,15 +62,10 @@ def prompt_tokens(
     chat: str = "auto",
     answers: Sequence[str] = (),
 ) -> npt.NDArray[np.int64]:
-    """Tokenizes a prompt, or a later turn of its dialogue, as int64[T].
+    """Tokenizes a prompt, or the turn of its dialogue after ``answers``, as int64[T].
 
-    Args:
-        chat: "auto" applies the tokenizer's chat template to the message if it has one, "never"
-            uses the text, "always" refuses a tokenizer without a template.
-        answers: answers to the first turns; the prompt is the turn after them.
-
-    Raises:
-        UserError: "always" without a template, or a template that raises.
+    ``chat``: "auto" applies the tokenizer's chat template to the message if it has one, "never"
+    uses the text, "always" refuses a tokenizer without a template.
     """
     turns = [(prompt.text, prompt.message or prompt.text), *prompt.later][: len(answers) + 1]
 
@@ -106,10 +96,8 @@ def prompt_tokens(
 def fit_prompt(
     tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Truncates a tokenized prompt; returns int64[T] and the number of tokens dropped.
-
-    ``max_len`` is the model's positions minus ``max_new_tokens``; ``truncation`` "left" drops the
-    first tokens, "error" refuses; ``label`` names the prompt in messages.
+    """Truncates a tokenized prompt to ``max_len``; returns int64[T] and the number of tokens
+    dropped: the first ones ("left"), or refused ("error", naming ``label``).
     """
     row = np.asarray(tokens, np.int64)
     if row.ndim != 1 or not len(row):

@@ -29,9 +29,6 @@ def load_prompts(
     Line breaks at the end of a prompt are removed, except in user files: byte-level tokenizers join
     a line break with the indentation after it, so a final line break would exclude indentation.
     With a ``tokenizer`` a prompt without tokens is refused.
-
-    Raises:
-        UserError: unknown set, missing file or folder, unreadable record, empty prompt.
     """
     request = request or Request(**keys)
     check_request(request)
@@ -48,10 +45,7 @@ def load_prompts(
 
 
 def check_data(request: Request) -> None:
-    """Checks within milliseconds that the data set's file exists, by reading its first prompt.
-
-    Bad records after the first are found by ``load_prompts``, whose errors it raises.
-    """
+    """Checks within milliseconds that the data set's file exists, by reading its first prompt."""
     check_request(request)
     if request.origin == "hub":
         return
@@ -91,7 +85,6 @@ def _in_order(request: Request) -> Iterable[Prompt]:
 
 
 def _hub_records(name: str, hub: Hub) -> Iterator[DataRecord]:
-    """Reads a set's copy on the Hugging Face hub, cached by the library ``datasets``."""
     from datasets import load_dataset
 
     try:
@@ -147,7 +140,6 @@ def _of_records(
 
 
 def _mixed(request: Request) -> Iterator[Prompt]:
-    """Takes one prompt of each set in turn, until all sets are exhausted."""
     names = request.sets or ["stdlib", *(each for each in MIXED if holds(each, request.data_dir))]
 
     def prompts_of(name: str) -> Iterator[Prompt]:

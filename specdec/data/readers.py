@@ -5,8 +5,6 @@ other subsets are skipped but counted: random draws are keyed by the index, whic
 depend on ``data.subset``. Formats without subsets ignore it.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -54,7 +52,6 @@ def text_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
 
 
 def paragraphs(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Yields each paragraph; blank lines separate them."""
     numbered = enumerate(read_text(path).splitlines(), start=1)
     blocks = groupby(numbered, lambda line: bool(line[1].strip()))
     for index, lines in enumerate(list(lines) for is_text, lines in blocks if is_text):
@@ -68,15 +65,12 @@ def standard_library(_path: Path, _subset: str | None) -> Iterator[DataRecord]:
 
 
 def instructions(path: Path, _subset: str | None) -> Iterator[DataRecord]:
-    """Reads Alpaca's array; ``text`` is the instruction, followed by its input if it has one."""
     for record in json_array(path, None):
         parts = (str(record.fields.get(key) or "") for key in ("instruction", "input"))
         yield replace(record, fields={"text": "\n\n".join(filter(None, parts))})
 
 
 def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
-    """Makes a reader of JSON lines; ``groups`` maps a subset to the values of its ``category``."""
-
     def read(path: Path, subset: str | None) -> Iterator[DataRecord]:
         categories = None if subset is None else groups[subset]
         for record in json_lines(path, None):
@@ -87,7 +81,6 @@ def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
 
 
 def multiple_choice(folder: Path, subset: str | None) -> Iterator[DataRecord]:
-    """Reads MMLU's folder: a CSV per subject without header, of question, four choices, answer."""
     files = {p.name.partition("_test.csv")[0]: p for p in sorted(folder.glob("*_test.csv*"))}
     if subset is not None and subset not in files:
         raise UserError(
@@ -107,9 +100,8 @@ def multiple_choice(folder: Path, subset: str | None) -> Iterator[DataRecord]:
 
 
 def books(titles: dict[str, str]) -> Reader:
-    """Makes a reader of a folder of Project Gutenberg texts, without their headers and footers.
-
-    ``titles`` maps file names without suffix to titles, in the order of the set.
+    """Makes a reader of a folder of Project Gutenberg texts without headers and footers; ``titles``
+    maps file names without suffix to titles, in the order of the set.
     """
 
     def read(folder: Path, subset: str | None) -> Iterator[DataRecord]:

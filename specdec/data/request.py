@@ -31,8 +31,6 @@ from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """The section ``data`` of a configuration."""
-
     name: Text  # one of ``DATASETS``
     limit: Count | None = None  # largest number of prompts; None for all
     path: Text | None = None  # file of ``jsonl`` and ``text``
@@ -55,8 +53,6 @@ _OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(DataOptions):
-    """The prompts to load."""
-
     data_dir: str | Path | None = None  # folder of data sets; None for SPECDEC_DATA
     reader: DataReader | None = None  # a class outside this library; None for a built-in set
 
@@ -69,7 +65,6 @@ class Request(DataOptions):
 
 
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
-    """Builds a reader outside this library, and refuses keys that its constructor does not name."""
     names = inspect.signature(locate(data["_target_"], "data")).parameters
     options = signature_of(DataOptions).plain
     for key in options:
@@ -83,7 +78,6 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
 
 
 def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``data_provenance`` of a section ``data``, or the facts of its own reader."""
     if "_target_" in data:
         return {"data": data["name"], **_build_reader(data).provenance()}
     chosen = {key: data.get(key) for key in ("sets", "subset")}
@@ -100,10 +94,9 @@ def data_provenance(
 ) -> dict[str, object]:
     """Returns what is needed to build the same prompts again; see ``Request`` for the arguments.
 
-    Returns:
-        ``data``, ``templates`` (set -> place -> text), ``templates_sha256``, ``files`` (set -> file
-        and its SHA-256, of files in the folder), and for prompts from the standard library
-        ``python``, because its version determines them.
+    That is ``data``, ``templates`` (set -> place -> text), ``templates_sha256``, ``files`` (set ->
+    file and its SHA-256), and for prompts from the standard library ``python``, whose version
+    determines them.
     """
     require_known(name)
     templates: dict[str, Any] = {}
@@ -127,18 +120,16 @@ def data_provenance(
     return facts
 
 
-_USERS = {
+_USERS = {  # key of ``data=`` -> data sets that use it
     "path": OWN,
     "field": ("jsonl",),
     "template": OWN,
     "sets": ("mixed",),
     "subset": tuple(name for name, entry in SETS.items() if entry.subsets is not None),
 }
-"""Key of ``data=`` -> data sets that use it."""
 
 
 def check_request(request: Request) -> None:
-    """Refuses unusable values, and keys that do not apply to the data set."""
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin, "turns": request.turns}

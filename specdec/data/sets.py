@@ -26,22 +26,17 @@ from specdec.errors import UserError
 
 
 class Texts(NamedTuple):
-    """Templates of a base model's prompt and of the user message for a chat model."""
-
     template: str
     message: str
 
     def of(self, field: str) -> Texts:
-        """Replaces FIELD by the name of a field."""
         return Texts(*(text.replace("FIELD", field) for text in self))
 
 
 @dataclass(frozen=True, slots=True)
 class SetFile:
-    """A file or folder that may contain a set's records.
-
-    ``file`` is relative to the data folder, with or without .gz; it ends in "/" for a folder, and
-    ``{subset}`` is replaced by the subset.
+    """A file (also .gz) or, ending in "/", folder in the data folder that may contain a set's
+    records; ``{subset}`` is replaced by the subset.
     """
 
     file: str
@@ -51,8 +46,6 @@ class SetFile:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """A set's copy on the Hugging Face hub: arguments of ``datasets.load_dataset``, templates."""
-
     repo: str
     texts: Texts
     config: str | None = None
@@ -61,21 +54,13 @@ class Hub:
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A benchmark.
-
-    Attributes:
-        places: possible files in the data folder, in the order of preference.
-        hub: copy on the hub that loads without remote code, if there is one.
-        subsets: values of ``data.subset``; None without subsets, () where the files name them.
-    """
-
-    places: tuple[SetFile, ...]
-    hub: Hub | None = None
+    places: tuple[SetFile, ...]  # possible files in the data folder, in the order of preference
+    hub: Hub | None = None  # copy on the hub that loads without remote code, if there is one
+    # values of ``data.subset``; None without subsets, () where the files name them
     subsets: tuple[str, ...] | None = None
 
     @property
     def first_subset(self) -> str:
-        """The default subset of a set with one file per subset; "" for other sets."""
         by_file = any("{subset}" in place.file for place in self.places)
         return self.subsets[0] if by_file and self.subsets else ""
 
@@ -110,7 +95,7 @@ def _reasoning(file: str) -> DataSet:
     return DataSet(_files(_TURN, f"deepspec_eval/{file}.jsonl", f"{file}.jsonl"))
 
 
-BOOKS = {
+BOOKS = {  # file and title of the ten books of SpecPipe (2504.04104 v2), appendix B, in its order
     "dolls_house": "A Doll's House",
     "room_with_view": "A Room with a View",
     "alice_in_wonderland": "Alice's Adventures in Wonderland",
@@ -122,9 +107,7 @@ BOOKS = {
     "jekyll_and_hyde": "The Strange Case of Dr. Jekyll and Mr. Hyde",
     "romeo_and_juliet": "The Tragedy of Romeo and Juliet",
 }
-"""File and title of the ten books of SpecPipe (2504.04104 v2), appendix B, in its order."""
-
-TASKS = {
+TASKS = {  # Spec-Bench's six tasks and the categories in its file
     "mt_bench": (
         *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"),
         "humanities",
@@ -135,8 +118,6 @@ TASKS = {
     "math_reasoning": ("math_reasoning",),
     "rag": ("rag",),
 }
-"""Spec-Bench's six tasks and the categories in its file."""
-
 STDLIB = DataSet(_files(_CODE.of("text"), "", read=standard_library))
 """Function heads to complete, from the standard library; needs no file."""
 
@@ -237,14 +218,9 @@ The order determines ids in ``data=mixed``: add new sets at the end.
 MIXED = tuple(SETS)[:12]
 """Sets of ``data=mixed`` by default: short prompts of the papers, without overlap."""
 
-DIALOGUES = ("mt_bench", "spec_bench", "jsonl")
-"""Data sets with questions of several turns."""
-
-OWN = ("jsonl", "text")
-"""Data sets that read the user's file ``data.path``."""
-
-DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)
-"""Values of ``data=``."""
+DIALOGUES = ("mt_bench", "spec_bench", "jsonl")  # data sets with questions of several turns
+OWN = ("jsonl", "text")  # data sets that read the user's file ``data.path``
+DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)  # values of ``data=``
 
 
 def require_known(name: str) -> None:
@@ -257,10 +233,8 @@ def require_known(name: str) -> None:
 def place_of(
     name: str, *, subset: str | None = None, data_dir: str | Path | None = None
 ) -> tuple[SetFile, Path]:
-    """Finds the first existing file of a set; returns its description and its path.
-
-    Without ``subset`` a set with one file per subset has its first one. The error for missing files
-    names the possible ones.
+    """Finds the first existing file of a set, of the first subset by default; the error for missing
+    files names the possible ones.
     """
     entry = SETS[name]
     files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]

@@ -4,8 +4,6 @@ They exist on every machine: a function's imports, signature and docstring, with
 modules that training never reads (``train.corpus``).
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os
@@ -15,22 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MIN_CHARS, MAX_CHARS = 200, 600
-"""Shortest and longest prompt."""
+MIN_CHARS, MAX_CHARS = 200, 600  # shortest and longest prompt
 
 
 class FunctionHead(NamedTuple):
-    """A function or method up to its body."""
-
     place: str  # "json/decoder.py:JSONDecoder.decode"
     text: str  # imports, class line (for a method), signature and docstring; ends in a newline
 
 
 @functools.cache
 def function_heads() -> tuple[FunctionHead, ...]:
-    """Returns the heads of all held-out modules, ordered by CRC-32 of their place.
-
-    The first few therefore come from many modules, and the order depends only on names.
+    """Returns the heads of all held-out modules, ordered by CRC-32 of their place, so that the
+    first few come from many modules.
     """
     heads: dict[str, FunctionHead] = {}
     for relative, path in python_files(stdlib_root()):
@@ -42,7 +36,6 @@ def function_heads() -> tuple[FunctionHead, ...]:
 
 
 def parsed(text: str) -> ast.Module:
-    """Returns a module's syntax tree, which is empty if the module does not parse."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -50,12 +43,10 @@ def parsed(text: str) -> ast.Module:
 
 
 def first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
-    """Returns the number of a definition's first line, decorators included."""
     return min([node.lineno, *(d.lineno for d in node.decorator_list)])
 
 
 def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
-    """Yields the heads in one module's source; ``relative`` is its path in the standard library."""
     module, lines = parsed(text), text.split("\n")
     for node in module.body:
         owner = node if isinstance(node, ast.ClassDef) else None
@@ -79,7 +70,6 @@ def heads_of(text: str, relative: str) -> Iterator[FunctionHead]:
 
 
 def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
-    """Returns the import statements, of at most six names each, that a function uses."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     used = []
     for node in module.body:
@@ -90,9 +80,7 @@ def imports_used(module: ast.Module, function: ast.FunctionDef) -> list[str]:
     return used
 
 
-HELD_OUT_MODULUS = 20
-"""About one standard-library module in this many is held out."""
-
+HELD_OUT_MODULUS = 20  # about one standard-library module in this many is held out
 _SKIPPED_FOLDERS = frozenset(
     [
         *("__pycache__", "_pyinstaller", "_vendor", "_vendored_packages", "benchmarks", "conftest"),
@@ -104,10 +92,8 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a standard-library file is excluded from training and used for evaluation.
-
-    The choice is by CRC-32 of the path relative to the standard library's folder,
-    "json/decoder.py".
+    """Whether a standard-library file ("json/decoder.py") is excluded from training, by CRC-32 of
+    the path.
     """
     name = relative_path.replace("\\", "/").lstrip("/")
     return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0
@@ -118,7 +104,6 @@ def stdlib_root() -> Path:
 
 
 def python_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (relative POSIX path, path) of a folder's Python files except tests, sorted."""
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name.lower() not in _SKIPPED_FOLDERS]
@@ -129,7 +114,6 @@ def python_files(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def read_source(path: Path) -> str | None:
-    """Reads a Python file with normalized newlines and tabs; None if it is not UTF-8."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (UnicodeDecodeError, OSError):

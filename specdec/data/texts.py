@@ -1,7 +1,5 @@
 """Prompts with the text that a model wrote after them, as text or as token ids, from JSON lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ Turn = tuple[str, str] | tuple[IntArray, IntArray]
 
 
 def read_turns(path: Path) -> Iterator[tuple[str, dict[str, Any], Turn]]:
-    """Yields (name of the line for messages, its object, its turn) of a JSON lines file."""
     for number, entry in read_records(path):
         where = f"{path} line {number}"
         yield where, entry, turn_of(entry, where)
@@ -37,10 +34,8 @@ def turn_of(entry: dict[str, Any], where: str) -> Turn:
 
 
 def tokenized(turn: Turn, tokenizer: Callable[[], Any], where: str) -> tuple[IntArray, IntArray]:
-    """Returns prompt and completion of a turn as int64[T] each.
-
-    ``tokenizer`` loads the tokenizer of transformers and is called only for text; ``where`` is the
-    turn's name for messages.
+    """Returns prompt and completion of a turn as int64[T] each; ``tokenizer`` loads the tokenizer
+    and is called only for text.
     """
     prompt, output = turn
     if isinstance(prompt, str):

@@ -6,12 +6,10 @@ ranks with early exits with candidates, and ranks whose hidden states a part nee
 sides know from ``InFlightRows`` which rows are alive.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +24,8 @@ from specdec.executors.pipeline import StepCharges
 from specdec.executors.stage import InFlight, InFlightRows, with_early, with_hidden
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
+from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, Output
-
-if TYPE_CHECKING:
-    from specdec.state import RequestState
 
 _NO_TOKENS = np.zeros(0, np.int64)
 _EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step ends
@@ -59,14 +55,11 @@ class DistributedExecutor(Executor):
         draft: DraftGroup | None = None,
         group_number: int = 0,
     ) -> None:
-        """Starts or joins the ranks and makes them load their layers.
-
-        Args:
-            timeout_s: the run fails when no rank has made progress for this long.
-            draft: ranks that share the draft; shut down with this executor.
+        """Starts or joins the ranks and makes them load their layers; they shut down with this
+        executor, those of ``draft`` too.
 
         Raises:
-            RankFailure: a rank ends while it loads.
+            RankFailure: a rank ends while it loads, or later makes no progress for ``timeout_s``.
             UserError: a rank refuses the configuration, or there are too few ranks.
         """
         self._draft = draft
@@ -119,7 +112,6 @@ class DistributedExecutor(Executor):
         )
 
     def open(self, request: RequestState) -> None:
-        """Records the request; ranks receive it with the next batch."""
         sampling = request.sampling
         self._opens.append(
             OpenedRequest(
@@ -132,7 +124,6 @@ class DistributedExecutor(Executor):
         self._keepers.open(request.id, sampling)
 
     def submit(self, batch: Batch) -> None:
-        """Sends the batch to the first stage; does not wait."""
         self._tick += 1
         self._step = batch.step
         self._in_step = True
@@ -162,21 +153,18 @@ class DistributedExecutor(Executor):
                         self._times.exit(part.group - 1, at_exit.num_nodes)
 
     def ready(self) -> bool:
-        """Returns whether ``collect`` would return at once."""
         if self._times is not None and self._times.busy():
             return False
         return all(self._group.has_reply(key) for key in self._expected.keys() - self._polled)
 
     def due_s(self) -> float | None:
-        """Returns when the slowest stage ends on a paced clock; None on others."""
         return None if self._times is None else self._times.due_s()
 
     def set_wakeup(self, event: threading.Event) -> bool:
-        self._group.wakeup = event
+        self._group.inbox.wakeup = event
         return True
 
     def poll(self) -> Output | None:
-        """Returns exits and early hidden states that have arrived in this step."""
         self._group.check()
         arrived = {
             key: self._group.reply(key, self._session, tick, self._timeout_s)
@@ -193,11 +181,6 @@ class DistributedExecutor(Executor):
         return None
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Waits for the step's replies: answers, exits, and hidden states of the answered rows.
-
-        Raises:
-            RankFailure: a rank died or raised, or none made progress for ``timeout_s``.
-        """
         replies: dict[ReplyKey, Any] = {}
         if self._expected:
             with self._meter.waiting():
@@ -212,7 +195,6 @@ class DistributedExecutor(Executor):
         return self._read(replies)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Sends the commits to every rank, which ends the step."""
         sent = tuple(replace(c, hidden={}) if c.hidden else c for c in commits)
         end = Message(Kind.END, self._session, self._tick, Ending(self._entry, sent))
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
@@ -228,34 +210,28 @@ class DistributedExecutor(Executor):
         self._in_step = False
 
     def close(self, request_id: int) -> None:
-        """Records that the request ended; ranks free its caches with the next batch."""
         self._closes.append(request_id)
         self._keepers.close(request_id)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Returns each rank's clock report, rows computed, bytes sent and CPU seconds so far."""
         return self._group.reports(self._session, self._ranks)
 
     def draft_reports(self) -> list[dict[str, Any]]:
-        """Like ``reports``, for the ranks that share the draft with rank 0."""
         return [] if self._draft is None else self._draft.reports()
 
     @property
     def pids(self) -> list[int] | None:
-        """Process ids of the ranks; None if a launcher has started them, perhaps elsewhere."""
         return self._group.pids
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that rank 0 has sent since the ranks were started."""
-        return self._group.num_bytes
+        return self._group.connections.num_bytes
 
     @property
     def stage_of_rank(self) -> dict[int, int]:
         return {rank: self._plan.ranks[rank - 1].group for rank in self._ranks}
 
     def shutdown(self) -> None:
-        """Frees the ranks' models and caches, and releases the ranks."""
         if self._draft is not None:
             self._draft.shutdown(broken=self._in_step)
         if self._group.alive and not self._in_step:
@@ -267,14 +243,9 @@ class DistributedExecutor(Executor):
         return [b.num_tokens if (b := self._on_stage.get(stage)) else 0 for stage in stages]
 
     def _entry_tick(self, stage: int) -> int:
-        """Returns the tick at which the batch now on ``stage`` was submitted."""
         return self._tick + 1 - stage
 
     def _expected_replies(self) -> dict[ReplyKey, int]:
-        """Maps the replies due in this step to the tick at which each is sent.
-
-        Hidden states are collected only when their rows are answered.
-        """
         expected: dict[ReplyKey, int] = {}
         last = self._on_stage.get(self.in_flight)
         for rank, part in self._side_parts.items():
@@ -290,7 +261,6 @@ class DistributedExecutor(Executor):
         return expected
 
     def _read(self, replies: Mapping[ReplyKey, Any]) -> Output:
-        """Converts replies to the step's output, without requests that have been closed since."""
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
         last: InFlight | None = None

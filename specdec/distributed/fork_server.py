@@ -13,8 +13,6 @@ argument says whether to keep LOGS at the end. The process prints one JSON line 
 {"pids": [...]} after forking, then {"rank": r, "status": s} per ended rank (negative: signal).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors
@@ -34,7 +32,6 @@ _POLL_S = 0.05
 
 
 def main(argv: list[str]) -> int:
-    """Forks ranks 1 .. SIZE - 1 and waits until all have ended or standard input closes."""
     address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
     keep_logs = argv[4] == "keep"
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,9 +59,8 @@ def main(argv: list[str]) -> int:
 
 
 def _watch(ranks: dict[int, int]) -> bool:
-    """Reports each rank's end and removes it from ``ranks`` (pid -> rank).
-
-    Returns True if standard input closed, False if all ranks ended first.
+    """Reports each rank's end and removes it from ``ranks`` (pid -> rank); returns whether standard
+    input closed before all had ended.
     """
     _print_event({"pids": sorted(ranks)})
     with selectors.DefaultSelector() as selector:
@@ -82,7 +78,6 @@ def _watch(ranks: dict[int, int]) -> bool:
 
 
 def _run_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoReturn:
-    """Runs a rank in the forked process, with its output redirected to its log."""
     status = 1
     try:
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

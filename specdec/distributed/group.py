@@ -1,7 +1,5 @@
 """Rank 0's connection to a group of ranks: sessions, messages, replies, and who failed first."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import queue
@@ -24,12 +22,7 @@ from specdec.distributed.messages import (
     Kind,
     Message,
     ReplyKey,
-    captured_key,
-    failed_key,
-    heartbeat_key,
-    ready_key,
-    report_key,
-    started_key,
+    store_key,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.transport import Connections, ControlLink, PeerLost
@@ -49,20 +42,15 @@ class RankGroup:
     """Ranks 1 .. size - 1, as seen by rank 0.
 
     Methods that send to ranks or wait for them raise ``RankFailure`` when a rank has ended, or the
-    ``UserError`` that it has raised; ``close`` and ``kill`` do not.
-
-    Attributes:
-        alive: False once the group has been closed or killed.
-        connections: process groups that rank 0 belongs to.
+    ``UserError`` that it has raised; ``close`` and ``kill`` do not. ``alive`` is False after these
+    two.
     """
 
     def __init__(
         self, *, store: dist.Store, size: int, loopback: bool, processes: Processes | None
     ) -> None:
-        """Waits for the ranks and connects to them.
-
-        ``processes`` is None if a launcher has started the ranks; ``loopback`` says whether all of
-        them are on this machine.
+        """Waits for the ranks and connects to them; ``loopback`` says whether all are on this
+        machine, and ``processes`` is None if a launcher has started them.
         """
         self.size = size
         self.alive = True
@@ -71,8 +59,8 @@ class RankGroup:
         self._session_ids = itertools.count(1)
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
-        self._inbox = Inbox(range(1, size))
-        started = [started_key(rank) for rank in range(1, size)]
+        self.inbox = Inbox(range(1, size))
+        started = [store_key("started", rank) for rank in range(1, size)]
         self._hosts: list[str] = []  # of ranks 1 .. size - 1, if a launcher has started them
         self.wait_for(started)
         if processes is None:
@@ -105,20 +93,10 @@ class RankGroup:
             raise self.failed()
         return made[0]
 
-    @property
-    def wakeup(self) -> threading.Event | None:
-        """An event that is set when a reply arrives, if not None."""
-        return self._inbox.wakeup
-
-    @wakeup.setter
-    def wakeup(self, event: threading.Event | None) -> None:
-        self._inbox.wakeup = event
-
     def open_session(self, plan: SessionPlan) -> int:
-        """Opens a pipeline session, for which ranks load their layers; returns its number."""
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        self._inbox.listen({rank: self._links[rank] for rank in plan.repliers})
+        self.inbox.listen({rank: self._links[rank] for rank in plan.repliers})
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
@@ -129,8 +107,7 @@ class RankGroup:
         return session
 
     def await_ready(self, session: int, ranks: Iterable[int]) -> None:
-        """Waits until ranks have loaded their parts."""
-        self.wait_for([ready_key(session, rank) for rank in ranks])
+        self.wait_for([store_key("ready", session, rank) for rank in ranks])
 
     def begin_timed(self) -> None:
         """Makes ranks capture CUDA graphs now, so that they need not during a timed run."""
@@ -138,7 +115,7 @@ class RankGroup:
             return
         number, ranks = next(self._report_ids), range(1, self.size)
         self.send(Message(Kind.BEGIN_TIMED, tick=number), ranks)
-        keys = [captured_key(number, rank) for rank in ranks]
+        keys = [store_key("captured", number, rank) for rank in ranks]
         self.wait_for(keys)
         for key in keys:
             self._store.delete_key(key)
@@ -148,20 +125,17 @@ class RankGroup:
             self.send(Message(Kind.END_TIMED), range(1, self.size))
 
     def close_session(self, session: int) -> None:
-        """Makes ranks free a session's models and caches."""
         if self.alive:
             self.send(Message(Kind.RELEASE, session), range(1, self.size))
 
     @property
     def pids(self) -> list[int] | None:
-        """Process ids of the ranks; None if a launcher has started them, perhaps elsewhere."""
         return None if self._processes is None else self._processes.pids
 
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """Requests ``Worker.report`` of ``ranks``, which must have the session."""
         number = next(self._report_ids)
         self.send(Message(Kind.REPORT, session, number), ranks)
-        keys = [report_key(session, number, rank) for rank in ranks]
+        keys = [store_key("report", session, number, rank) for rank in ranks]
         self.wait_for(keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
@@ -176,25 +150,15 @@ class RankGroup:
         except PeerLost as lost:
             raise self.failed(lost) from None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that rank 0 has sent, including its share of collectives."""
-        return self.connections.num_bytes
-
     def has_reply(self, key: ReplyKey) -> bool:
-        """Returns whether ``reply`` would return at once."""
-        return self._inbox.has(key)
+        return self.inbox.has(key)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
-        """Waits for a reply to step ``tick`` and returns its body; drops earlier ones of this key.
-
-        Raises:
-            RankFailure: a rank has ended, or none has made progress for ``timeout_s``.
-        """
+        """Waits for the body of a reply to step ``tick``; drops earlier ones of this key."""
         waiting = False
         while True:
             try:
-                received = self._inbox.take(key, _POLL_S)
+                received = self.inbox.take(key, _POLL_S)
             except PeerLost as lost:
                 raise self.failed(lost) from None
             if received is None:
@@ -204,9 +168,8 @@ class RankGroup:
                 return received.body
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
-        """Raises if a rank has failed, or none has made progress for ``timeout_s`` of a wait.
-
-        ``begins`` says whether the wait begins now.
+        """Raises if a rank has failed, or none has made progress for ``timeout_s`` of a wait, which
+        ``begins`` now or not.
         """
         if begins:
             self._failures.expect_progress()
@@ -215,14 +178,12 @@ class RankGroup:
             raise self.hung(timeout_s) from None
 
     def check(self) -> None:
-        """Raises the failure of a rank, if one has been noticed."""
         if self._failures.alarmed():
             raise self.failed()
 
     def failed(self, lost: PeerLost | None = None) -> BaseException:
-        """Kills the group and returns the error that says why.
-
-        ``lost`` is a broken connection that the caller has noticed.
+        """Kills the group and returns the error that says why; ``lost`` is a broken connection that
+        the caller has noticed.
         """
         return self._kill_with(self._failures.failure(lost))
 
@@ -231,7 +192,6 @@ class RankGroup:
         return self._kill_with(self._failures.hang(timeout_s))
 
     def wait_for(self, keys: list[str]) -> None:
-        """Waits until ranks have set all store keys; there is no limit while they are alive."""
         while not self._store.check(keys):
             self.check()
             if stale := self._failures.stale(_LOAD_TIMEOUT_S):
@@ -250,16 +210,15 @@ class RankGroup:
         if self._processes is not None:
             self._processes.wait(_GRACE_S)
             self._processes.kill()
-        self._inbox.join(_GRACE_S)
+        self.inbox.join(_GRACE_S)
 
     def kill(self) -> None:
-        """Kills the ranks at once (after a failure, or in the middle of a step)."""
         if not self.alive:
             return
         self.alive = False
         if self._processes is not None:
             self._processes.kill()
-            self._inbox.join(_GRACE_S)
+            self.inbox.join(_GRACE_S)
 
     def _kill_with(self, error: BaseException) -> BaseException:
         self.kill()
@@ -270,10 +229,8 @@ class RankGroup:
 
 
 class Inbox:
-    """The replies of ranks, in one queue per kind and rank, filled by one thread per rank.
-
-    Attributes:
-        wakeup: an event that is set when a reply arrives, if not None.
+    """The replies of ranks, in one queue per kind and rank, filled by one thread per rank, which
+    sets the event ``wakeup``.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -285,21 +242,17 @@ class Inbox:
         self._lost: int | None = None  # the first rank whose link ended
 
     def listen(self, links: Mapping[int, ControlLink]) -> None:
-        """Starts to read the replies of further ranks, from their links."""
         for rank in links.keys() - self._threads.keys():
             thread = threading.Thread(target=self._read, args=(rank, links[rank]), daemon=True)
             self._threads[rank] = thread
             thread.start()
 
     def has(self, key: ReplyKey) -> bool:
-        """Returns whether ``take`` would return at once."""
         return not self._queues[key].empty()
 
     def take(self, key: ReplyKey, timeout_s: float) -> Message | None:
-        """Waits for a reply; returns None after ``timeout_s``.
-
-        Raises:
-            PeerLost: the connection to this or another rank broke.
+        """Waits for a reply; returns None after ``timeout_s``, and raises ``PeerLost`` if a
+        connection broke.
         """
         try:
             received = self._queues[key].get(timeout=timeout_s)
@@ -311,15 +264,13 @@ class Inbox:
         return received
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads, which end when their peers have ended.
-
-        An interpreter that exits while a thread is inside gloo aborts the process.
+        """Waits for the threads: an interpreter that exits while one is inside gloo aborts the
+        process.
         """
         for thread in self._threads.values():
             thread.join(timeout_s)
 
     def _read(self, rank: int, link: ControlLink) -> None:
-        """Reads until the link ends; runs in its own thread."""
         try:
             while True:
                 received = Message.unpack(link.receive())
@@ -340,12 +291,11 @@ class Inbox:
 class FailureDetector:
     """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1.
 
-    Reports and heartbeats are in the store, which rank 0 reads (``alarmed``) only after it has
-    waited for a while, so that steps of the usual duration cost nothing.
+    Rank 0 reads the store, where these are, only after it has waited for a while (``alarmed``), so
+    that usual steps cost nothing.
     """
 
     def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
-        """``size`` includes rank 0; ``processes`` is None if a launcher has started the ranks."""
         self._store = store
         self._ranks = range(1, size)
         self._processes = processes
@@ -358,7 +308,6 @@ class FailureDetector:
         self._alarm = False
 
     def start(self) -> None:
-        """Starts watching: ranks send heartbeats from now on."""
         self._started = time.monotonic()
 
     def alarmed(self) -> bool:
@@ -375,18 +324,15 @@ class FailureDetector:
         return self._alarm
 
     def expect_progress(self) -> None:
-        """Restarts the count of ``silent_s``, because rank 0 starts to wait now."""
         self._last_progress = max(self._last_progress, time.monotonic())
 
     def silent_s(self) -> float:
-        """Returns the seconds since any rank last changed its current operation."""
         return time.monotonic() - self._last_progress
 
     def failure(self, lost: PeerLost | None = None) -> BaseException:
-        """Returns the root cause of a failure that has been noticed.
-
-        Waits up to a second for further evidence: a rank's own error takes precedence over a
-        process exit, and both over lost connections, which are consequences.
+        """Returns the root cause of a failure that has been noticed, after up to a second for
+        further evidence: a rank's own error comes before a process exit, and both before lost
+        connections.
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:
@@ -417,7 +363,6 @@ class FailureDetector:
         )
 
     def stale(self, seconds: float) -> list[int]:
-        """Returns the ranks without a heartbeat for ``seconds``; none before ``start``."""
         start, now = self._started, time.monotonic()
         if start is None:
             return []
@@ -455,25 +400,23 @@ class FailureDetector:
         return RankFailure(rank=None, cause="connections between ranks broke")
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        """Returns rank -> the failure that it has written to the store (``worker.serve``)."""
         reports = {}
         with suppress(RuntimeError):
             for rank in self._ranks:
-                key = failed_key(rank)
+                key = store_key("failed", rank)
                 if self._store.check([key]):
                     reports[rank] = json.loads(self._store.get(key))
         return reports
 
     def _observe(self) -> None:
-        """Reads all ranks' keys with few messages to the store."""
         if self._store.check([ANY_FAILED]):
             self._alarm = True
         for rank in self._ranks:
-            if rank not in self._beating and self._store.check([heartbeat_key(rank)]):
+            if rank not in self._beating and self._store.check([store_key("heartbeat", rank)]):
                 self._beating.append(rank)
         if not self._beating:
             return
-        beats = self._store.multi_get([heartbeat_key(rank) for rank in self._beating])
+        beats = self._store.multi_get([store_key("heartbeat", rank) for rank in self._beating])
         now = time.monotonic()
         for rank, beat in zip(self._beating, beats, strict=True):
             number, operation = json.loads(beat)

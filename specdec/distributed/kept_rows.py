@@ -1,15 +1,13 @@
 """Distributions that the last rank keeps, and of which rank 0 fetches what a verifier reads.
 
-A row of 128,256 probabilities takes a megabyte in float64, and verifiers read few rows: rejection
+A row of 128,256 probabilities takes a megabyte in float64, and verifiers read few: rejection
 sampling needs the probabilities of the children's tokens, and a whole row only after it has
-rejected a child. So the last rank keeps the logits of answered nodes until they are pruned. With
-the answers it sends the probability of each node's token after its parent, if that was answered in
-the same batch. Rank 0 asks for everything else with a ``QUERY``; whole rows are sent as logits in
-the model's type, from which rank 0 computes the same probabilities.
+rejected a child. So the last rank keeps the logits of answered nodes until they are pruned, and
+sends with the answers the probability of each node's token after its parent, if that was in the
+same batch. Rank 0 asks for everything else with a ``QUERY``; whole rows are sent as logits.
 
-Distributions that filters have cut on the host are small and sent with the answers instead
-(``SupportProbs``). Transforms that read histories are applied on the last rank only, so their rows
-are sent with the answers too.
+Distributions that filters have cut are small and sent with the answers (``SupportProbs``), as are
+those of transforms that read histories, which the last rank alone applies.
 
 Shape letters: W tree rows, A queried nodes, V vocabulary.
 """
@@ -18,19 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
+from specdec.clocks.meter import Meter
 from specdec.device import Probs, RemoteProbs, RowKeeper, on_host
+from specdec.distributed.group import RankGroup
 from specdec.distributed.messages import Kind, Message, OpenedRequest
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, NodeMap, TreeRows
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.distributed.group import RankGroup
 
 _NOT_SENT = cast("RowKeeper", None)
 
@@ -44,8 +40,6 @@ class Query(NamedTuple):
 
 
 class Keepers:
-    """Rank 0's access to the rows that the last rank of a session keeps."""
-
     def __init__(
         self, *, group: RankGroup, session: int, rank: int, meter: Meter, timeout_s: float
     ) -> None:
@@ -64,7 +58,6 @@ class Keepers:
         self._of.pop(request_id, None)
 
     def connect(self, answers: Answers) -> Answers:
-        """Gives distributions that stayed on the last rank access to it."""
         if not isinstance(answers.probs, RemoteProbs):
             return answers
         return replace(answers, probs=replace(answers.probs, keeper=self._of[answers.request]))
@@ -81,26 +74,20 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class KeeperOfRequest:
-    """Access to the kept rows of one request; implements ``specdec.device.RowKeeper``."""
-
     request: int
     transform: SamplingTransform
     ask: Callable[[Query], torch.Tensor]
 
     def rows(self, node_ids: IntArray) -> FloatArray:
-        """Fetches float64[A, V]: the distributions after answered nodes of the tree."""
         logits = self.ask(Query(self.request, node_ids))
         return on_host(_probs(self.transform, logits))
 
     def values(self, node_id: int, tokens: IntArray) -> FloatArray:
-        """Fetches float64[len(tokens)]: probabilities of tokens after an answered node."""
         values: FloatArray = self.ask(Query(self.request, np.array([node_id]), tokens)).numpy()
         return values
 
 
 class KeptRows:
-    """The last rank's logits of answered nodes, by request."""
-
     def __init__(self) -> None:
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}
@@ -116,10 +103,8 @@ class KeptRows:
     def keep(
         self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
     ) -> tuple[Answers, ...]:
-        """Stores ``logits`` [W, V] of answers whose whole distributions would have to be sent.
-
-        Returns:
-            The answers, of whose kept distributions there are only the values of children.
+        """Stores ``logits`` [W, V] of answers whose whole distributions would have to be sent, and
+        returns the answers with only the values of children of these.
         """
         left, start = list[Answers](), 0
         for tree, answer in zip(batch.trees, answers, strict=True):
@@ -135,7 +120,6 @@ class KeptRows:
         return tuple(left)
 
     def answer(self, query: Query) -> torch.Tensor:
-        """Returns the body of the reply: logits [A, V], or float64[len(tokens)]."""
         rows = torch.stack([self._rows[query.request][i] for i in query.node_ids.tolist()])
         if query.tokens is None:
             return rows
@@ -170,7 +154,6 @@ def _at(probs: Probs, rows: IntArray, tokens: IntArray) -> FloatArray:
 
 
 def _probs(transform: SamplingTransform, logits: torch.Tensor) -> Probs:
-    """Computes the distributions that ``ModelAnswerer`` would put into answers for these logits."""
     if transform.params.greedy:
         return transform.proposal_probs(logits)
     return transform.distribution(logits)

@@ -1,7 +1,5 @@
 """Starts the ranks of one machine: free port, no restarts, thread limits, no orphans."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,21 +12,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-NOTE = "specdec: "
-"""Prefix of informational log lines, which error messages leave out."""
-
+NOTE = "specdec: "  # prefix of informational log lines, which error messages leave out
 _LOG_CHARS = 400
 _EXIT_TIMEOUT_S = 5.0
 
 
 class Processes:
-    """The fork server and the ranks that it has forked.
-
-    Ranks print to ``rank<r>.log`` in the caller's folder, or in a temporary one.
-
-    Attributes:
-        ended: rank -> exit status of ranks that have ended (negative: signal number).
-        pids: process ids of the ranks, empty until they have been forked.
+    """The fork server and the ranks that it has forked, which print to ``rank<r>.log`` in the
+    caller's folder, or in a temporary one.
     """
 
     def __init__(
@@ -36,8 +27,8 @@ class Processes:
     ) -> None:
         """Starts the processes; they connect to the store at ``address``:``port`` themselves.
 
-        Without ``threads`` the ranks share the machine's cores. Without ``logs`` their logs go to a
-        temporary folder, which is removed with the ranks.
+        Without ``threads`` the ranks share the machine's cores; without ``logs`` their logs are
+        removed with them.
         """
         self.ended: dict[int, int] = {}
         self.pids: list[int] = []
@@ -77,13 +68,11 @@ class Processes:
         return ""
 
     def wait(self, seconds: float) -> None:
-        """Waits up to ``seconds`` for all ranks to end."""
         deadline = time.monotonic() + seconds
         while len(self.ended) < self._size - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Kills all remaining ranks, stopped ones included, and waits until they have ended."""
         server = self._server
         if server.stdin is not None:
             with suppress(OSError):
@@ -100,7 +89,6 @@ class Processes:
             shutil.rmtree(self._logs, ignore_errors=True)
 
     def _read_events(self) -> None:
-        """Records the events that the fork server prints; runs in its own thread."""
         assert self._server.stdout is not None
         for line in self._server.stdout:
             event = json.loads(line)

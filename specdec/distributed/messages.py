@@ -9,7 +9,7 @@ import copyreg
 import io
 import pickle
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, auto
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,71 +23,40 @@ _WORD = 8
 
 
 class Kind(IntEnum):
-    """Kinds of messages, with their bodies.
+    """Kinds of messages, with their bodies: from rank 0, then to it within a step."""
 
-    From rank 0:
-
-    - ``SETUP``: opens a session (its plan).
-    - ``BEGIN``: a step's batch, to the first stage (``Entry``).
-    - ``END``: the step's commits, and its batch for the later stages (``Ending``).
-    - ``REPORT``: requests the rank's counts.
-    - ``RELEASE``: closes a session.
-    - ``STOP``: ends the process.
-    - ``DRAFT``: a forward pass of a shared draft (``shared_draft.Calls``).
-    - ``QUERY``: asks the last rank for distributions that it keeps (``kept_rows.Query``).
-    - ``BEGIN_TIMED``, ``END_TIMED``: a timed run begins or ends, in all sessions.
-
-    To rank 0, within a step:
-
-    - ``ANSWERS``: of the last rank (tuple of ``Answers``).
-    - ``EXITS``: candidates of a rank with early exits (tuple of ``Exits``).
-    - ``HIDDEN``, ``EARLY``: hidden states that a part needs with the answers, or before them
-      (``States``).
-    - ``ROWS``: reply to ``QUERY``.
-    """
-
-    SETUP = 0
-    BEGIN = 1
-    END = 2
-    REPORT = 3
-    RELEASE = 4
-    STOP = 5
-    DRAFT = 6
-    ANSWERS = 7
-    EXITS = 8
-    HIDDEN = 9
-    EARLY = 10
-    QUERY = 11
-    ROWS = 12
-    BEGIN_TIMED = 13
-    END_TIMED = 14
+    SETUP = auto()  # opens a session (its plan)
+    BEGIN = auto()  # a step's batch, to the first stage (``Entry``)
+    END = auto()  # the step's commits, and its batch for the later stages (``Ending``)
+    REPORT = auto()  # requests the rank's counts
+    RELEASE = auto()  # closes a session
+    STOP = auto()  # ends the process
+    DRAFT = auto()  # a forward pass of a shared draft (``shared_draft.Calls``)
+    QUERY = auto()  # asks the last rank for distributions that it keeps (``kept_rows.Query``)
+    BEGIN_TIMED = auto()  # a timed run begins, in all sessions
+    END_TIMED = auto()
+    ANSWERS = auto()  # of the last rank (tuple of ``Answers``)
+    EXITS = auto()  # candidates of a rank with early exits (tuple of ``Exits``)
+    HIDDEN = auto()  # hidden states that a part needs with the answers (``States``)
+    EARLY = auto()  # the same before the answers
+    ROWS = auto()  # reply to ``QUERY``
 
 
 REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
 
-ReplyKey: TypeAlias = tuple[Kind, int]
-"""Kind of a reply, and the rank that sends it."""
+ReplyKey: TypeAlias = tuple[Kind, int]  # kind of a reply, and the rank that sends it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """The part of a request that ranks receive.
-
-    Attributes:
-        max_cached: maximum number of tokens in its caches.
-        tokens: int64[T], the prompt, if the transform reads it; otherwise empty.
-    """
-
     id: int
-    max_cached: int
+    max_cached: int  # maximum number of tokens in its caches
     sampling: SamplingParams
-    tokens: IntArray
+    tokens: IntArray  # int64[T], the prompt, if the transform reads it; otherwise empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Input of a step; closes take effect before opens, and opens before the batch."""
-
     closes: tuple[int, ...] = ()
     opens: tuple[OpenedRequest, ...] = ()
     batch: Batch
@@ -98,8 +67,6 @@ class Entry:
 
 
 class Ending(NamedTuple):
-    """End of a step: its input and its commits, without hidden states."""
-
     entry: Entry
     commits: tuple[Commit, ...]
 
@@ -118,7 +85,6 @@ class Message(NamedTuple):
     body: Any = None
 
     def pack(self) -> IntArray:
-        """Returns int64[n], whose first element is n."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table = _REDUCERS
@@ -153,35 +119,12 @@ _REDUCERS = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
 
 HEARTBEAT_S = 1.0
 
-ANY_FAILED = "failed"
-"""This key is set after the first ``failed_key`` of any rank."""
+ANY_FAILED = "failed"  # this key is set after the first failure of any rank
 
 
-def started_key(rank: int) -> str:
-    """This key is set when the rank's process runs."""
-    return f"started/{rank}"
-
-
-def ready_key(session: int, rank: int) -> str:
-    """This key is set when the rank has loaded its part of a session."""
-    return f"ready/{session}/{rank}"
-
-
-def heartbeat_key(rank: int) -> str:
-    """Its value is JSON [counter, name of the rank's current operation]."""
-    return f"heartbeat/{rank}"
-
-
-def failed_key(rank: int) -> str:
-    """Its value says why the rank ended, as JSON (``worker.serve``)."""
-    return f"failed/{rank}"
-
-
-def captured_key(number: int, rank: int) -> str:
-    """This key is set when the rank has captured its CUDA graphs before timed run ``number``."""
-    return f"captured/{number}/{rank}"
-
-
-def report_key(session: int, number: int, rank: int) -> str:
-    """Its value is the rank's answer to report request ``number``, as JSON."""
-    return f"report/{session}/{number}/{rank}"
+def store_key(what: str, *numbers: int) -> str:
+    """Returns a key of the store: started/RANK; ready/SESSION/RANK; captured/RUN/RANK, before a
+    timed run; heartbeat/RANK, JSON [counter, current operation]; report/SESSION/REQUEST/RANK, JSON;
+    failed/RANK, JSON that says why the rank ended (``worker.serve``).
+    """
+    return "/".join(map(str, (what, *numbers)))

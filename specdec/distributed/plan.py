@@ -5,8 +5,6 @@ On GPUs every process has one of its own. If target and draft share their device
 of the draft, share a GPU: N devices, N + 1 processes. No NCCL communicator contains both.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,23 +21,16 @@ _LOCAL_RANK = "LOCAL_RANK"  # set by torchrun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's part of the target.
-
-    Attributes:
-        layers: half-open range of the target's layers.
-        group: number of its stage, from 1. A stage may consist of several ranks that work one after
-            the other within a step (PipeDec's G).
-        last_in_group: whether its rows wait for the step's commit before they are sent on.
-        peers: ranks that share its layers (tensor parallelism), itself included; else empty.
-        exits: number of target layers before each early exit that this rank computes and reports.
-        hidden, early: hidden states that it sends to rank 0, for the answers and before them.
-    """
-
-    layers: tuple[int, int]
+    layers: tuple[int, int]  # half-open range of the target's layers
+    # number of its stage, from 1. A stage may consist of several ranks that work one after the
+    # other within a step (PipeDec's G).
     group: int
-    last_in_group: bool
+    last_in_group: bool  # whether its rows wait for the step's commit before they are sent on
+    # ranks that share its layers (tensor parallelism), itself included; else empty
     peers: tuple[int, ...] = ()
+    # number of target layers before each early exit that this rank computes and reports
     exits: tuple[int, ...] = ()
+    # hidden and early: hidden states that it sends to rank 0, for the answers and before them
     hidden: tuple[HiddenName, ...] = ()
     early: tuple[HiddenName, ...] = ()
 
@@ -65,49 +56,33 @@ class ExitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Common part of the plans that rank 0 sends to other ranks.
-
-    Attributes:
-        model, clock: nodes of the resolved configuration.
-        threads: torch threads per rank; None keeps the rank's setting.
-    """
-
+    # model and clock: nodes of the resolved configuration
     model: Mapping[str, Any]
     clock: Mapping[str, Any]
-    threads: int | None = None
+    threads: int | None = None  # torch threads per rank; None keeps the rank's setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan(_Plan):
-    """A pipeline over ranks 1 .. N.
-
-    Attributes:
-        ranks: parts of ranks 1 .. N.
-        degree: number of ranks that share each layer; rank r receives rows from rank r - degree.
-        num_ranks: number of ranks besides rank 0 in the run: N, plus ranks used by the draft only.
-        needs_probs: whether answers include distributions.
-        num_blocks, block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged.
-        exits: None without early exits.
-        shared_with_draft: whether the draft uses the same devices in turns.
-    """
-
-    ranks: tuple[RankPlan, ...]
+    ranks: tuple[RankPlan, ...]  # parts of ranks 1 .. N.
     seed: int
-    needs_probs: bool
+    needs_probs: bool  # whether answers include distributions
+    # number of ranks that share each layer; rank r receives rows from rank r - degree
     degree: int = 1
+    # number of ranks besides rank 0 in the run: N, plus ranks used by the draft only
     num_ranks: int = 0
+    # num_blocks and block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged
     num_blocks: int | None = None
     block_tokens: int = 16
-    exits: ExitPlan | None = None
+    exits: ExitPlan | None = None  # None without early exits
     trace: bool = False
-    shared_with_draft: bool = False
+    shared_with_draft: bool = False  # whether the draft uses the same devices in turns
 
     @property
     def members(self) -> range:
         return range(1, len(self.ranks) + 1)
 
     def neighbours(self, rank: int) -> tuple[int, int]:
-        """Returns the ranks from which ``rank`` receives rows and to which it sends; 0: none."""
         after = rank + self.degree
         return max(0, rank - self.degree), after if after <= len(self.ranks) else 0
 
@@ -118,7 +93,6 @@ class SessionPlan(_Plan):
 
     @property
     def devices(self) -> list[int]:
-        """Per stage, the number of layer ranges that are computed one after the other."""
         sizes = [0] * self.num_groups
         for part in self.ranks[:: self.degree]:
             sizes[part.group - 1] += 1
@@ -126,21 +100,17 @@ class SessionPlan(_Plan):
 
     @property
     def repliers(self) -> set[int]:
-        """Ranks that send replies to rank 0 within a step."""
         sides = {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
         return sides | {len(self.ranks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan(_Plan):
-    """A draft model shared by rank 0 and others; ``peers`` lists rank 0 first."""
-
     peers: tuple[int, ...]
     trace: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Participating ranks other than rank 0."""
         return self.peers[1:]
 
 
@@ -153,13 +123,11 @@ def plan_ranks(
     hidden: Sequence[HiddenName] = (),
     early: Sequence[HiddenName] = (),
 ) -> tuple[RankPlan, ...]:
-    """Assigns layer ranges to ranks.
+    """Assigns half-open layer ranges, in order, to ranks.
 
     Args:
-        bounds: half-open layer ranges, in order.
         groups: number of ranges per stage (default: one each).
-        degree: ranks per range, which share its layers. Only the last of them sends the range's
-            exits and hidden states to rank 0.
+        degree: ranks per range; only the last of them sends its exits and hidden states to rank 0.
         exits: number of layers before each early exit.
         hidden, early: hidden states that rank 0 needs with the answers, and before them.
     """
@@ -181,10 +149,11 @@ def plan_ranks(
 
 
 def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
-    """Raises ``UserError``, with layouts that fit, if there are more processes than GPUs.
+    """Raises ``UserError``, with layouts that fit, if there are more processes (rank 0 included)
+    than GPUs.
 
-    Two processes on one GPU would wait for each other's kernels, hold two sets of weights, and
-    exchange tensors through the host, because NCCL refuses them. ``num_processes`` includes rank 0.
+    Two processes on one GPU would wait for each other's kernels and hold two sets of weights, and
+    NCCL refuses them.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own
@@ -209,9 +178,8 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
 
 
 def own_gpu(rank: int, *, shared_with_draft: bool = False) -> torch.device:
-    """Returns the GPU whose index is this process's number among the processes of the machine.
-
-    ``shared_with_draft``: the rank after the last GPU uses rank 0's (see the module).
+    """Returns the GPU whose index is this process's number on the machine; with
+    ``shared_with_draft`` the rank after the last GPU uses rank 0's (see the module).
     """
     index, num_gpus = int(os.environ.get(_LOCAL_RANK, rank)), torch.cuda.device_count()
     if shared_with_draft and index == rank == num_gpus:

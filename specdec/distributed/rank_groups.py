@@ -4,8 +4,6 @@ A group is either started here, by the first executor that needs it, or was star
 Slurm (``use_group``).
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,14 +33,12 @@ _logs: Path | None = None
 
 
 def use_group(group: RankGroup | None) -> None:
-    """Makes every executor use ``group``, which the caller has started (None: local groups)."""
     global _external
     _external = group
 
 
 @contextmanager
 def rank_logs_in(folder: Path) -> Iterator[None]:
-    """Ranks that are started within this context write their logs to ``folder``."""
     global _logs
     previous, _logs = _logs, folder
     try:
@@ -52,23 +48,15 @@ def rank_logs_in(folder: Path) -> Iterator[None]:
 
 
 class GroupHandle:
-    """Reference-counted handle on a rank group, valid until ``release``.
-
-    Executors that need the same number of ranks and threads share a group, so the rows of a
-    comparison start processes once. Releasing the last handle ends the ranks.
+    """Reference-counted handle on a rank group; executors that need the same number of ranks and
+    threads share one, so the rows of a comparison start processes once.
     """
 
     def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
-        """Joins an existing group of this size, or starts one.
+        """Joins a group of ``num_ranks`` besides this process, or starts one.
 
-        Args:
-            num_ranks: number of ranks besides this process.
-            threads: torch threads per rank; None divides the machine's cores among the ranks.
-            number: identifies the group; executors that work at the same time need different ones.
-
-        Raises:
-            UserError: torchrun or Slurm has started too few ranks.
-            RankFailure: the ranks cannot be started.
+        ``threads`` per rank: None divides the machine's cores. Executors that work at the same time
+        need groups of different ``number``.
         """
         self._key = (num_ranks + 1, threads, number)
         self._released = False
@@ -93,7 +81,6 @@ class GroupHandle:
         self.group = shared.group
 
     def release(self, *, broken: bool = False) -> None:
-        """Releases the group; ``broken`` kills it, because a step was interrupted."""
         if broken:
             self.group.kill()
         if self._released or self.group is _external:

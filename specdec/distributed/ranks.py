@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +16,6 @@ from specdec.types import Needs
 
 
 class Ranks:
-    """Starts the processes (ranks) of one strategy: pipeline stages, and shares of the draft."""
-
     def __init__(
         self,
         *,
@@ -29,12 +25,8 @@ class Ranks:
         threads: int | None = None,
         trace: bool = False,
     ) -> None:
-        """Starts nothing yet. Ranks build their own parts from the configuration nodes.
-
-        Args:
-            model, clock: nodes of a resolved configuration.
-            timeout_s: the run fails when no rank has made progress for this long.
-            threads: torch threads per rank; None divides the machine's cores among the ranks.
+        """Starts nothing yet. Ranks build their own parts from the configuration nodes ``model``
+        and ``clock``, with ``threads`` torch threads each (None: a share of the cores).
         """
         self._timeout_s = timeout_s
         self._model = model
@@ -42,7 +34,6 @@ class Ranks:
         self._draft: DraftGroup | None = None
 
     def draft_runner(self, plan: PipelinePlan, pair: ModelPair, meter: Meter) -> ModelRunner:
-        """Returns the runner of the shared draft; the executor shuts its ranks down."""
         assert isinstance(pair, HuggingFacePair), "only real drafts are run"
         if self._draft is None:
             peers = plan.placements["draft"].ranks
@@ -67,9 +58,8 @@ class Ranks:
         clock: Clock,
         meter: Meter,
     ) -> DistributedExecutor:
-        """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``.
-
-        ``blocks``: blocks in each stage's paged cache (None: not paged), and tokens per block.
+        """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``. ``blocks``:
+        (blocks in each stage's paged cache or None, tokens per block).
         """
         layout = plan.layout
         if self._model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
@@ -106,7 +96,6 @@ class Ranks:
         )
 
     def release(self) -> None:
-        """Shuts down ranks that share a draft and belong to no executor."""
         if self._draft is not None:
             self._draft.shutdown(broken=True)
             self._draft = None

@@ -4,14 +4,12 @@ Rank 0 records every call on a cache of the draft and sends the list with each f
 other ranks thus cache the same entries (for their own heads) and join the pass's collectives.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,18 +21,15 @@ from specdec.distributed.messages import Kind, Message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.transport import PeerLost
+from specdec.models.runner import ModelRunner, RunnerOutput
+from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.tensor_parallel.collective import Collective
 from specdec.types import Commit, IntArray, TreeRows
 
-if TYPE_CHECKING:
-    from specdec.models.runner import ModelRunner, RunnerOutput
-    from specdec.pairs import HuggingFacePair, ModelPair
-
 
 class Call(NamedTuple):
-    """A method of ``TreeCache`` (``rows``, ``commit``, ``truncate``) called on a cache.
-
-    Other names are ``make`` (a new cache of a given capacity) and ``drop``.
+    """A method of ``TreeCache`` (``rows``, ``commit``, ``truncate``), ``make`` (a cache of a given
+    capacity) or ``drop``.
     """
 
     name: str
@@ -43,21 +38,16 @@ class Call(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls since the last forward pass, and the pass that follows them.
-
-    Attributes:
-        rows: the pass's rows, as numbers of the calls of ``rows`` since the last pass.
-        logits_rows: indices of rows that need logits; None: all.
+    """Calls since the last forward pass, and the pass over ``rows`` (numbers of calls) that
+    follows.
     """
 
     calls: list[Call]
-    rows: list[int]
-    logits_rows: IntArray | None
+    rows: list[int]  # the pass's rows, as numbers of the calls of ``rows`` since the last pass
+    logits_rows: IntArray | None  # indices of rows that need logits; None: all
 
 
 class CallList:
-    """Records calls since the last forward pass."""
-
     def __init__(self) -> None:
         self._calls: list[Call] = []
         self._rows: list[Rows] = []
@@ -65,14 +55,12 @@ class CallList:
         self._num_caches = 0
 
     def make(self, capacity: int) -> int:
-        """Records a new cache and returns its number."""
         number = self._num_caches
         self._num_caches += 1
         self.add("make", number, capacity)
         return number
 
     def rows(self, cache: int, rows: Rows, prefix: IntArray, tree: TreeRows | None) -> None:
-        """Records ``TreeCache.rows``: its result and its arguments."""
         self._rows.append(rows)
         self.add("rows", cache, prefix, tree)
 
@@ -93,11 +81,8 @@ class CallList:
 
 
 class DraftSession:
-    """One rank's share of the draft model, with the caches of its heads.
-
-    Attributes:
-        rows: number of rows computed so far.
-        doing: current operation, as text for the diagnosis of hangs.
+    """One rank's share of the draft model, with the caches of its heads; ``doing`` is for the
+    diagnosis of hangs.
     """
 
     def __init__(
@@ -108,7 +93,6 @@ class DraftSession:
         pair: ModelPair,
         join: Callable[[Sequence[int]], Collective],
     ) -> None:
-        """Loads this rank's share of the draft; ``join`` connects the given ranks."""
         from specdec.pairs import HuggingFacePair
 
         assert isinstance(pair, HuggingFacePair), "only pairs with a draft model share it"
@@ -124,7 +108,6 @@ class DraftSession:
         self.doing = "waiting for rank 0"
 
     def replay(self, step: int, calls: Calls) -> None:
-        """Replays recorded calls; ``step`` is the iteration of the decode loop, for the trace."""
         if self._timeline is not None:
             self._timeline.step = step
         rows: list[Rows] = []
@@ -158,9 +141,8 @@ class DraftSession:
 class DraftGroup:
     """Ranks that share the draft model; rank 0 sends the others every call to replay.
 
-    Attributes:
-        runner: rank 0's share, with the interface of a whole draft's ``ModelRunner``.
-        step: iteration of the decode loop, for the others' traces; set by the executor.
+    ``runner`` is rank 0's share, with the interface of a whole draft's ``ModelRunner``; ``step`` is
+    for the others' traces.
     """
 
     def __init__(
@@ -172,14 +154,8 @@ class DraftGroup:
         num_ranks: int,
         timeout_s: float,
     ) -> None:
-        """Starts or joins the ranks and loads a share of the draft on each.
-
-        Args:
-            timeout_s: the run fails when a forward pass takes longer.
-
-        Raises:
-            RankFailure: a rank ends while it loads.
-            UserError: a rank refuses the configuration, or there are too few ranks.
+        """Starts or joins the ranks and loads a share of the draft on each; a pass may take
+        ``timeout_s``.
         """
         self.step = 0
         self._timeout_s = timeout_s
@@ -201,11 +177,9 @@ class DraftGroup:
         self._group.send(Message(Kind.DRAFT, self._session, self.step, calls), self._members)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Returns clock report, rows computed, bytes sent and CPU seconds of each other rank."""
         return self._group.reports(self._session, self._members)
 
     def failed(self, lost: PeerLost, waited_s: float) -> BaseException:
-        """Returns the cause of a forward pass that failed after ``waited_s`` seconds."""
         if waited_s >= self._timeout_s:
             return self._group.hung(self._timeout_s)
         return self._group.failed(lost)
@@ -217,8 +191,6 @@ class DraftGroup:
 
 
 class _RecordingRunner:
-    """Wraps rank 0's share of the draft and records calls on its caches for the other ranks."""
-
     def __init__(self, inner: ModelRunner, group: DraftGroup) -> None:
         self._inner = inner
         self._group = group
@@ -228,7 +200,6 @@ class _RecordingRunner:
         return getattr(self._inner, name)
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """Creates the cache on every rank."""
         inner = self._inner.new_cache(capacity)
         number = self._calls.make(capacity)
         cache = _RecordingCache(inner, number, self._calls)
@@ -236,7 +207,6 @@ class _RecordingRunner:
         return cast("TreeCache", cache)
 
     def forward(self, rows: Sequence[Rows], *, logits_rows: IntArray | None = None) -> RunnerOutput:
-        """Runs one forward pass on all ranks."""
         self._group.send_calls(self._calls.take(rows, logits_rows))
         start = time.monotonic()
         try:
@@ -246,8 +216,6 @@ class _RecordingRunner:
 
 
 class _RecordingCache:
-    """Wraps a cache and records its changes in a ``CallList``."""
-
     def __init__(self, inner: TreeCache, number: int, calls: CallList) -> None:
         self._inner = inner
         self._number = number

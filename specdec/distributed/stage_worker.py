@@ -4,11 +4,9 @@ The rows that a rank computes in a step were sent at the end of the previous ste
 but the first starts on them as soon as they arrive; the first waits for the controller's batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,18 +25,14 @@ from specdec.distributed.transport import (
     RowSender,
 )
 from specdec.executors.stage import ExitReader, InFlight, InFlightRows, PipelineStage, Stage
+from specdec.pairs import ModelPair
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
-
-if TYPE_CHECKING:
-    from specdec.pairs import ModelPair
 
 _MAX_PENDING = 16  # hidden states may be large
 
 
 class StageLinks:
-    """A rank's connections within a session: to the stages before and after, and to rank 0."""
-
     def __init__(
         self,
         stage: Stage,
@@ -91,10 +85,8 @@ class StageLinks:
 
 
 class StageSession:
-    """State of one rank in a session: caches, in-flight rows and the batch being computed.
-
-    Attributes:
-        doing: current operation, as text for the diagnosis of hangs.
+    """State of one rank in a session; ``doing`` is its current operation, for the diagnosis of
+    hangs.
     """
 
     def __init__(
@@ -125,7 +117,6 @@ class StageSession:
         self.doing = "idle"
 
     def begin(self, tick: int, entry: Entry) -> None:
-        """Computes the step's batch; called on the first stage only."""
         self._enter(tick, entry)
         self._set_step(entry.batch.step)
         self._compute(tick, tick)
@@ -155,13 +146,11 @@ class StageSession:
             self._compute(tick + 1, tick + 2 - self._plan.group)
 
     def query(self, number: int, query: Query) -> None:
-        """Answers query ``number`` about kept distributions; called on the last rank only."""
         assert self._kept is not None, "only the last rank keeps distributions"
         self._links.reply(Kind.ROWS, number, self._kept.answer(query))
 
     @property
     def rows(self) -> int:
-        """Number of rows computed so far."""
         return self._stage.rows
 
     def report(self) -> dict[str, object]:
@@ -184,7 +173,6 @@ class StageSession:
         self._in_flight.enter(tick, entry.batch)
 
     def _compute(self, tick: int, entered: int) -> None:
-        """Computes in step ``tick`` the batch that was submitted in step ``entered``."""
         flight = self._in_flight.alive(entered)
         self._answered, self._computed = False, None
         if flight is None:
@@ -248,9 +236,8 @@ def build_session(
     make_links: Callable[[Stage], StageLinks],
     join: Callable[[Sequence[int]], Collective] | None = None,
 ) -> StageSession:
-    """Builds one rank's part of a session.
-
-    ``make_links`` connects the stage with other ranks; ``join`` connects ranks that share layers.
+    """Builds one rank's part of a session; ``make_links`` connects it with other stages, ``join``
+    with ranks that share its layers.
     """
     meter, part = Meter(), plan.ranks[rank - 1]
     stage = _load_stage(pair, part, meter, join).paged(plan.num_blocks, plan.block_tokens)

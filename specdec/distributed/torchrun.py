@@ -1,7 +1,5 @@
 """Ranks started by torchrun or Slurm: every process runs the same command, rank 0 included."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -27,13 +25,8 @@ def run_under_launcher(
 ) -> int:
     """Joins the group that the environment describes; rank 0 runs the job, the others serve it.
 
-    Returns rank 0's exit status; other ranks' processes exit here. The executors of the job use
-    the launcher's ranks, with ``threads`` torch threads each (default 1). Ranks that cannot reach
-    rank 0's machine for ``timeout_s`` end.
-
-    Raises:
-        UserError: the environment describes no ranks, or the job raised it.
-        RankFailure: on rank 0, when another rank fails.
+    Returns rank 0's exit status; the other processes exit here. Ranks that cannot reach rank 0's
+    machine for ``timeout_s`` end.
     """
     rank, size = rank_and_size()
     torch.set_num_threads(threads or 1)
@@ -61,7 +54,6 @@ def run_under_launcher(
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Reads this process's rank and the number of ranks from torchrun's or Slurm's environment."""
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         for name, slurm in _SLURM.items():
             os.environ.setdefault(name, os.environ.get(slurm, "0"))

@@ -35,9 +35,7 @@ NO_TIMEOUT = timedelta(days=300)
 CONNECT_TIMEOUT = timedelta(seconds=120)
 
 CPU = torch.device("cpu")
-MESSAGES, ROWS = 0, 2
-"""Tags; each session adds its number to ``ROWS``."""
-
+MESSAGES, ROWS = 0, 2  # tags; each session adds its number to ``ROWS``
 _REST = 1  # added to ``MESSAGES``: the part of a message beyond its first frame
 _FRAME_WORDS = 2048
 _CHUNK_ROWS = 256  # maximum rows per send
@@ -47,8 +45,6 @@ _NO_GPU = "cpu"
 
 
 class PeerLost(RuntimeError):
-    """The connection to rank ``peer`` broke."""
-
     def __init__(self, peer: int) -> None:
         self.peer = peer
         super().__init__(f"lost its connection to rank {peer}")
@@ -60,9 +56,9 @@ class PeerLost(RuntimeError):
 def gloo_group(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
     """Connects the processes that share ``store``.
 
-    ``loopback`` says whether all of them are on this machine. If not, the environment variable
-    GLOO_SOCKET_IFNAME names the network interface (default: the one towards MASTER_ADDR, since
-    many machines resolve their own name to a loopback address).
+    Unless all are on this machine (``loopback``), the environment variable GLOO_SOCKET_IFNAME names
+    the network interface (default: the one towards MASTER_ADDR, since many machines resolve their
+    own name to a loopback address).
     """
     if loopback and not os.environ.get(_INTERFACE):
         with _loopback_interface():
@@ -91,10 +87,7 @@ def _address_towards_master() -> str:
 
 @contextmanager
 def _loopback_interface() -> Iterator[None]:
-    """Makes gloo use the loopback interface, whatever the host name resolves to.
-
-    The environment is the only public way to choose the interface.
-    """
+    """Makes gloo use the loopback interface, by the environment: there is no other public way."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     os.environ[_INTERFACE] = names[0] if names else ""
     try:
@@ -104,7 +97,6 @@ def _loopback_interface() -> Iterator[None]:
 
 
 def _nccl_group(store: dist.Store, index: int, size: int) -> Group:
-    """Connects processes that have each set their CUDA device."""
     nccl: Any = dist.ProcessGroupNCCL
     return nccl(store, index, size, nccl.Options())
 
@@ -114,9 +106,9 @@ def wire_device(
 ) -> torch.device:
     """Returns the device on which tensors are exchanged with other ranks: ``device``, or the CPU.
 
-    NCCL refuses ranks that share a GPU. If any two of the participants do, or one has none, all of
-    them exchange tensors over gloo, on the host: each decides from the GPUs of all. Every
-    participant calls this once; ``me`` and ``others`` are their names in the store.
+    NCCL refuses ranks that share a GPU. If any two of ``me`` and ``others`` (names in the store)
+    do, or one has none, all exchange over gloo: each decides from the GPUs of all, and calls this
+    once.
     """
     is_cpu = device.type == "cpu"
     store.set(f"gpu/{me}", _NO_GPU if is_cpu else gpu_id(device))
@@ -130,15 +122,12 @@ def wire_device(
 
 
 def gpu_id(device: torch.device) -> str:
-    """Returns a globally unique name of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class Connections:
-    """The process groups of one rank; each is connected only once.
-
-    Attributes:
-        control: all ranks, over gloo. Ranks on CPUs also exchange rows over it.
+    """The process groups of one rank, each connected only once; ``control`` has all ranks, over
+    gloo.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
@@ -155,20 +144,17 @@ class Connections:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this process has sent."""
         sent = sum(peer.num_bytes for peer in self._peers.values())
         return sent + sum(joined.num_bytes for joined in self._joined)
 
     def peer(self, rank: int, *, max_pending: int) -> Peer:
-        """Returns the connection to ``rank`` for tensors on the host."""
         return self._peer("gloo", self.control, rank, rank, max_pending)
 
     def stage_peer(
         self, rank: int, device: torch.device, *, max_pending: int
     ) -> tuple[Peer, torch.device]:
-        """Returns the connection to ``rank``, which calls this too, and the device of its tensors.
-
-        ``device`` is that of this rank's hidden states.
+        """Returns the connection to ``rank``, which calls this too, and the device of its tensors;
+        ``device`` has this rank's hidden states.
         """
         pair = sorted((self._rank, rank))
         edge = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
@@ -189,10 +175,8 @@ class Connections:
     def join(
         self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
     ) -> RankCollective:
-        """Joins the tensor-parallel group of ``peers``; blocks until all of them have joined.
-
-        Args:
-            peers: global ranks, this one included.
+        """Joins the tensor-parallel group of the global ranks ``peers``; blocks until all of them
+        have.
         """
         key = (device.type, tuple(peers))
         index = peers.index(self._rank)
@@ -215,10 +199,10 @@ class Connections:
 
 
 def _wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT) -> None:
-    """Waits until an operation on tensor ``on`` has completed.
+    """Waits until an operation on tensor ``on`` has completed; on a GPU only the stream waits.
 
-    On a GPU only the stream waits. ``timeout`` is not passed to NCCL, which would then have the
-    host poll every few milliseconds in each layer of a tensor-parallel group.
+    ``timeout`` is not passed to NCCL, with which the host would poll every few milliseconds in each
+    layer.
     """
     if on.device.type == "cpu":
         work.wait(timeout)
@@ -230,9 +214,8 @@ class Peer:
     """Another rank of a process group; all methods may raise ``PeerLost``."""
 
     def __init__(self, group: Group, rank: int, *, index: int, max_pending: int) -> None:
-        """Connects to ``rank``, which has number ``index`` in the group.
-
-        ``max_pending``: number of incomplete sends beyond which a send waits for the oldest.
+        """Connects to ``rank``, number ``index`` in the group; a send waits if ``max_pending`` are
+        incomplete.
         """
         self.rank = rank
         self._group = group
@@ -242,7 +225,6 @@ class Peer:
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Sends a contiguous tensor, which must not change afterwards."""
         try:
             self._pending.append((self._group.send([tensor], self._index, tag), tensor))
             self.num_bytes += tensor.nbytes
@@ -283,7 +265,6 @@ class _Posted:
                 self._works[i] = self._peer.post(self._buffers[i], self._tag)
 
     def receive(self) -> torch.Tensor:
-        """Waits for the next tensor; it is valid until ``post``."""
         at = self._next
         if self._works[at] is None:
             self.post()
@@ -303,14 +284,12 @@ class ControlLink:
         self._posted: _Posted | None = None
 
     def send(self, packed: IntArray) -> None:
-        """Sends a message, which must not change afterwards, in one frame or two."""
         tensor = torch.from_numpy(packed)
         self._peer.send(tensor[:_FRAME_WORDS], MESSAGES)
         if len(packed) > _FRAME_WORDS:
             self._peer.send(tensor[_FRAME_WORDS:], MESSAGES + _REST)
 
     def receive(self) -> IntArray:
-        """Waits for the next message; may be called by another thread than ``send``."""
         if self._posted is None:
             frames = [torch.zeros(_FRAME_WORDS, dtype=torch.int64) for _ in range(2)]
             self._posted = _Posted(self._peer, MESSAGES, frames)
@@ -327,29 +306,24 @@ class ControlLink:
 
 
 class RowSender:
-    """Sends hidden states to the next stage, in the chunks that ``RowReceiver`` expects."""
-
     def __init__(self, peer: Peer, tag: int, wire: torch.device) -> None:
-        """Rows are copied to ``wire`` before they are sent; ``tag`` is that of the session."""
         self._peer, self._tag, self._wire = peer, tag, wire
 
     def send(self, rows: torch.Tensor) -> None:
-        """Sends [R, E], which must not change afterwards, without waiting."""
         for part in rows.to(self._wire).contiguous().split(_CHUNK_ROWS):
             self._peer.send(part, self._tag)
 
 
 class RowReceiver:
-    """Receives the hidden states of the previous stage.
+    """Receives the hidden states of the previous stage, in the sender's chunks.
 
-    Both sides split rows into the same chunks. NCCL receives must match the sends in size, so
-    there a receive is posted only when the number of rows is known.
+    NCCL receives must match the sends in size: there they are posted only when the number of rows
+    is known.
     """
 
     def __init__(
         self, peer: Peer, tag: int, wire: torch.device, *, width: int, dtype: torch.dtype
     ) -> None:
-        """Rows arrive on ``wire``; ``width`` is E."""
         self._peer, self._tag = peer, tag
         self._buffers = [
             torch.zeros(_CHUNK_ROWS, width, dtype=dtype, device=wire) for _ in range(2)
@@ -358,14 +332,12 @@ class RowReceiver:
         self._at = 0
 
     def receive(self, num_rows: int) -> torch.Tensor:
-        """Waits for [num_rows, E], which stay valid until ``release`` or the next call."""
         if num_rows <= _CHUNK_ROWS:
             return self._chunk(num_rows)
         starts = range(0, num_rows, _CHUNK_ROWS)
         return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
 
     def release(self) -> None:
-        """Allows the memory of the last received rows to be reused."""
         if self._posted is not None:
             self._posted.post()
 
@@ -382,11 +354,8 @@ class RowReceiver:
 
 
 class RankCollective(Collective):
-    """Collectives of a group of processes over gloo or NCCL.
-
-    Attributes:
-        num_bytes: bytes that this process has sent to the others, not counting what a ring
-            algorithm forwards.
+    """Collectives of a group of processes over gloo or NCCL; ``num_bytes`` are those that this
+    process has sent, without what a ring forwards.
     """
 
     def __init__(
@@ -398,13 +367,10 @@ class RankCollective(Collective):
         timeout: timedelta = NO_TIMEOUT,
         wire: torch.device | None = None,
     ) -> None:
-        """Wraps a connected process group.
+        """Wraps a ProcessGroupGloo or ProcessGroupNCCL of the global ranks ``peers``.
 
-        Args:
-            group: a ProcessGroupGloo or ProcessGroupNCCL with as many processes as ``peers``.
-            peers: global ranks of the group's processes.
-            timeout: per operation; gloo only.
-            wire: device to which tensors are copied for the operation (default: none, in place).
+        ``timeout`` is per operation, of gloo only; ``wire`` is the device to which tensors are
+        copied for it.
         """
         super().__init__(rank=rank, size=len(peers))
         self._group = group
@@ -431,7 +397,6 @@ class RankCollective(Collective):
         shape: Sequence[int],
         start: Callable[[torch.Tensor, torch.Tensor], dist.Work],
     ) -> torch.Tensor:
-        """Runs a collective on ``tensor`` and returns the received values in ``shape``."""
         own = tensor.to(self._wire or tensor.device)
         received = torch.empty(shape, dtype=own.dtype, device=own.device)
         try:
@@ -443,5 +408,4 @@ class RankCollective(Collective):
         return received.to(tensor.device)
 
     def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        """Blames the next rank, since a broken group does not say which of its processes left."""
         raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error

@@ -3,8 +3,6 @@
 ``fork_server`` runs it for ``specdec run``, ``torchrun`` for torchrun and Slurm.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -27,12 +25,7 @@ from specdec.distributed.messages import (
     HEARTBEAT_S,
     Kind,
     Message,
-    captured_key,
-    failed_key,
-    heartbeat_key,
-    ready_key,
-    report_key,
-    started_key,
+    store_key,
 )
 from specdec.distributed.plan import DraftPlan, SessionPlan, own_gpu
 from specdec.distributed.shared_draft import DraftSession
@@ -50,8 +43,6 @@ _MAX_PENDING = 16
 
 
 class Worker:
-    """Models, sessions and connections of a rank's process."""
-
     def __init__(
         self,
         store: dist.Store,
@@ -63,13 +54,13 @@ class Worker:
     ) -> None:
         """Joins the group; blocks until all ranks have.
 
-        The process ends when the store, which is on rank 0's machine, does not answer for
-        ``timeout_s`` (None: waits for ever): nothing else says that the link to it is gone.
+        The process ends when the store does not answer for ``timeout_s`` (None: waits for ever):
+        nothing else says that the link to rank 0's machine is gone.
         """
         self.rank = rank
         self._unanswered = 0  # heartbeat intervals since the store has answered
         self._store = store
-        store.set(started_key(rank), socket.gethostname())
+        store.set(store_key("started", rank), socket.gethostname())
         self.connections = Connections(store, rank, size, loopback=loopback)
         self.link = ControlLink(self.connections.peer(0, max_pending=_MAX_PENDING))
         self._pairs: dict[str, ModelPair] = {}
@@ -83,7 +74,6 @@ class Worker:
             threading.Thread(target=self._watch_store, args=(timeout_s,), daemon=True).start()
 
     def serve(self) -> None:
-        """Handles rank 0's messages until STOP; raises ``PeerLost`` if a connection breaks."""
         with torch.inference_mode():
             while True:
                 message = Message.unpack(self.link.receive())
@@ -105,13 +95,15 @@ class Worker:
             self._sessions[session].query(tick, body)
         elif kind is Kind.BEGIN_TIMED:
             begin_timed_run()
-            self._store.set(captured_key(tick, self.rank), "1")
+            self._store.set(store_key("captured", tick, self.rank), "1")
         elif kind is Kind.END_TIMED:
             end_timed_run()
         elif kind is Kind.SETUP:
             self._set_up(session, body)
         elif kind is Kind.REPORT:
-            self._store.set(report_key(session, tick, self.rank), json.dumps(self.report(session)))
+            self._store.set(
+                store_key("report", session, tick, self.rank), json.dumps(self.report(session))
+            )
         elif kind is Kind.RELEASE:
             closed = self._sessions.pop(session, None) or self._drafts.pop(session, None)
             _log(f"session {session}: closed after {closed.rows if closed else 0} rows")
@@ -129,7 +121,7 @@ class Worker:
             what = f"stage {part.group}, layers {part.layers}"
         self._loading = ""
         _log(f"session {session}: {what} ready after {time.monotonic() - start:.1f} s")
-        self._store.set(ready_key(session, self.rank), "1")
+        self._store.set(store_key("ready", session, self.rank), "1")
 
     def _stage(self, session: int, plan: SessionPlan) -> StageSession:
         before, after = plan.neighbours(self.rank)
@@ -154,7 +146,6 @@ class Worker:
         return self.connections.join(peers, device)
 
     def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
-        """Returns the plan's models, on this rank's device."""
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         model = dict(plan.model)
@@ -170,7 +161,6 @@ class Worker:
         return self._pairs[key]
 
     def report(self, session: int) -> dict[str, object]:
-        """Returns the session report with bytes sent, CPU seconds and peak memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         sent = self.connections.num_bytes
         used = {"bytes_sent": sent, "cpu_s": time.process_time(), "peak_bytes": peak}
@@ -178,22 +168,22 @@ class Worker:
         return {**ran.report(), **used}
 
     def _send_heartbeats(self) -> None:
-        """Reports that the process is alive, and its current operation; runs in its own thread."""
         number = 0
         while True:
             current = self._current
             doing = self._loading or (current.doing if current is not None else "idle")
             number += 1
             with suppress(RuntimeError):
-                self._store.set(heartbeat_key(self.rank), json.dumps([number, doing]))
-                self._store.check([heartbeat_key(self.rank)])  # ``set`` waits for no answer
+                self._store.set(store_key("heartbeat", self.rank), json.dumps([number, doing]))
+                self._store.check(
+                    [store_key("heartbeat", self.rank)]
+                )  # ``set`` waits for no answer
                 self._unanswered = 0
             threading.Event().wait(HEARTBEAT_S)
 
     def _watch_store(self, timeout_s: float) -> None:
-        """Ends the process; runs in its own thread, since all others may wait for the network.
-
-        Intervals are counted, not seconds, so that a process that was stopped goes on.
+        """Ends the process; its own thread counts intervals, so that a process that was stopped
+        continues.
         """
         while self._unanswered * HEARTBEAT_S <= timeout_s:
             threading.Event().wait(HEARTBEAT_S)
@@ -215,8 +205,8 @@ def serve(
 ) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
-    A failure is written to the store for rank 0 (``failed_key``) as ``kind`` ("user",
-    "raised" or "lost"), ``text`` and ``peer``; the status is then 1.
+    A failure is written to the store (``failed/RANK``) as ``kind`` ("user", "raised" or "lost"),
+    ``text`` and ``peer``; the status is then 1.
     """
     try:
         Worker(store, rank, size, loopback=loopback, timeout_s=timeout_s).serve()
@@ -232,7 +222,7 @@ def serve(
             "text": f"{type(error).__name__}: {error}" if kind == "raised" else str(error),
         }
         with suppress(RuntimeError):
-            store.set(failed_key(rank), json.dumps(report))
+            store.set(store_key("failed", rank), json.dumps(report))
             store.set(ANY_FAILED, "1")
         return 1
     return 0

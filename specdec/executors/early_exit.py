@@ -15,54 +15,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.exits import ExitStage
 from specdec.executors.layout import EarlyExitPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
-from specdec.executors.stage import Answerer, Stage, StageOutput, row_items
+from specdec.executors.stage import Answerer, Stage, StageGroup, StageOutput, row_items
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count
-from specdec.state import batch_of
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.state import DecodeState, RequestState, batch_of
 from specdec.types import Batch, BoolArray, Commit, IntArray, Needs, NodeMap, Nodes
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-    from specdec.state import DecodeState, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The target's layers between two exits.
-
-    Attributes:
-        stage: the layers and the exit head after the last of them.
-        layer: number of target layers before that exit.
-        stages: number of stages of the latency profile that the layers are charged as.
-    """
-
-    stage: ExitStage
-    layer: int
-    stages: int
+    stage: ExitStage  # the layers and the exit head after the last of them
+    layer: int  # number of target layers before that exit
+    stages: int  # number of stages of the latency profile that the layers are charged as
 
 
 class FirstStage:
-    """The target's first layers with one or more exits, and their results for live nodes.
+    """The target's first layers with one or more exits (``layers`` before each), and their results
+    for live nodes.
 
     A node's hidden state after the last segment that it has passed is stored until a later segment
-    or, once the node is submitted, the rest of the target needs it.
-
-    Attributes:
-        layers: number of target layers before each exit, increasing.
-        counters: passes and rows of drafting, counted once per segment; prompt rows and rows
-            computed by ``hidden`` are not included.
+    or, once the node is submitted, the rest of the target needs it. ``counters`` has passes and
+    rows of drafting, once per segment, without those of ``hidden``.
     """
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
@@ -82,9 +68,8 @@ class FirstStage:
         clock: Clock,
         meter: Meter,
     ) -> FirstStage:
-        """Loads the layers before the last exit, with the exit heads.
-
-        ``layers`` has the number of layers before each exit, increasing; the plan prices them.
+        """Loads the layers before the last exit, with the exit heads, at ``layers`` (increasing);
+        the plan prices them.
         """
         bounds = plan.bounds(pair, pair.exit_layer)
         segments = [
@@ -98,7 +83,6 @@ class FirstStage:
         return FirstStage(segments=segments, clock=clock)
 
     def page(self, num_blocks: int, block_tokens: int) -> None:
-        """Switches to paged caches of ``num_blocks`` blocks; must precede the first request."""
         self._segments = tuple(
             replace(segment, stage=segment.stage.paged(num_blocks, block_tokens))
             for segment in self._segments
@@ -115,10 +99,8 @@ class FirstStage:
     ) -> tuple[BoolArray, list[torch.Tensor]]:
         """Returns logits at exit number ``at``; missing ones cost one packed pass per segment.
 
-        Returns:
-            (available bool[W], logits [V] of each available node). A node is unavailable if its
-            request's prefill is not complete, or if it was submitted before its logits were
-            requested.
+        Returns (available bool[W], logits [V] of each available node). Not available are nodes in a
+        prefill, and those submitted before their logits were requested.
         """
         for number in range(at + 1):
             missing = []
@@ -137,9 +119,8 @@ class FirstStage:
         return available, [row for row in rows if row is not None]
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """Returns [R, E]: hidden states of a batch after the last exit, in packing order.
-
-        Computes the prompt rows, and the segments that nodes have not passed yet.
+        """Returns [R, E]: hidden states of a batch after the last exit, in packing order, computing
+        what its rows have not passed.
         """
         prompts: dict[int, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
@@ -166,7 +147,6 @@ class FirstStage:
             results.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
-        """Returns sorted int64 slots: ``slots`` and ancestors that have not passed the segment."""
         cache, tree = self._segments[number].stage.cache(request.id), request.tree
         if cache.cached_len < request.prefix_len:
             return slots[:0]
@@ -176,14 +156,11 @@ class FirstStage:
     def _compute(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
-        """Runs one segment, and stores the results of tree nodes.
+        """Runs one segment over rows that have passed those before it, and stores the results of
+        tree nodes.
 
-        Args:
-            batch: rows that have passed the segments before it.
-            prompts: request -> hidden states of its prompt rows after the previous segment.
-
-        Returns:
-            Request -> hidden states of its prompt rows after this segment.
+        ``prompts`` maps requests to hidden states of their prompt rows after the previous segment;
+        returned are those after this one.
         """
         clock, segment = self._clock, self._segments[number]
         before = self._packed(number - 1, batch, prompts) if number else None
@@ -212,7 +189,6 @@ class FirstStage:
     def _packed(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
-        """Removes the batch's stored rows after segment ``number``, and returns them as [R, E]."""
         parts = []
         for item in row_items(batch):
             if item.prefill is not None:
@@ -223,38 +199,17 @@ class FirstStage:
         return torch.cat(parts)
 
 
-class _WholeTarget(Stage):
-    """Combines the first stage and the remaining layers into one stage."""
-
-    def __init__(self, first_stage: FirstStage, rest: Stage) -> None:
-        self._parts = (first_stage, rest)
-
-    def open(self, request_id: int, max_len: int) -> None:
-        for part in self._parts:
-            part.open(request_id, max_len)
-
+class _WholeTarget(StageGroup):
     def run(self, batch: Batch, hidden: torch.Tensor | None) -> StageOutput:
         first_stage, rest = self._parts
         return rest.run(batch, first_stage.hidden(batch))
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        for part in self._parts:
-            part.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        for part in self._parts:
-            part.close(request_id)
-
 
 class EarlyExitExecutor(LocalExecutor):
-    """Verifies drafts of the target's first layers with its remaining layers; latency 1."""
-
     @classmethod
     def plan(cls, models: ModelPair, *, stages: Count | None = None) -> EarlyExitPlan:
-        """Places all layers on the controller's device.
-
-        ``stages`` is the number of stages that a latency profile prices. Default: ceil(layers /
-        exit layer).
+        """Places all layers on the controller's device; ``stages`` (default: ceil(layers / exit
+        layer)) is the number that a latency profile prices.
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
         return EarlyExitPlan.of_stages(models, stages)
@@ -272,7 +227,6 @@ class EarlyExitExecutor(LocalExecutor):
         blocks: Blocks,
         first_stage: FirstStage | None = None,
     ) -> EarlyExitExecutor:
-        """Loads the layers after ``first_stage``, which ``source=early_exit`` has created."""
         if first_stage is None:
             raise UserError(
                 "executor=early_exit verifies drafts of the target's first layers: use it with"
@@ -295,5 +249,5 @@ class EarlyExitExecutor(LocalExecutor):
         self, *, first_stage: FirstStage, rest: Stage, answerer: Answerer, clock: Clock, stages: int
     ) -> None:
         """``rest`` has the other layers; the clock is charged for it ``stages`` times."""
-        stage = _WholeTarget(first_stage, rest)
+        stage = _WholeTarget((first_stage, rest))
         super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

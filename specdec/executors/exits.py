@@ -8,7 +8,7 @@ Shape letters: R rows of a batch, W tree rows among them, E hidden size, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,29 +21,26 @@ from specdec.device import to_device
 from specdec.executors.stage import (
     ModelStage,
     Stage,
+    StageGroup,
     StageOutput,
     row_items,
     tree_row_index,
 )
-from specdec.types import Batch, Commit, HiddenName
+from specdec.types import Batch, HiddenName
 
 
 class ExitHead(Stage):
-    """Computes logits from hidden states after the exit layer. The base class has no cache."""
-
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
-        """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E].
-
-        Without ``wants_logits`` it only updates its cache.
+        """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E],
+        or only updates its cache.
         """
         raise NotImplementedError
 
 
 class NormHead(ExitHead):
     def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
-        """Wraps the modules; ``meter`` counts every pass under the name "exit"."""
         self._norm = norm
         self._output = output
         self._meter = meter
@@ -58,17 +55,15 @@ class NormHead(ExitHead):
             return StageOutput(logits=self._output(self._norm(hidden[rows])))
 
 
-class ExitStage(Stage):
+class ExitStage(StageGroup):
     def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead | ModelStage]) -> None:
-        """``heads`` maps the number of target layers before an exit (PPSD's E) to its head.
-
-        A transformer head is a ``ModelStage`` of one decoder layer with the head's norm and output
-        matrix, and has its own pool if it is paged, since its number of layers differs.
-        ``body`` must capture the output of the layer before each exit.
+        """``heads`` maps the number of target layers before an exit (PPSD's E), whose output
+        ``body`` captures, to its head: a ``NormHead``, or a ``ModelStage`` of one decoder layer,
+        with its own pool if it is paged.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
-        self._parts: tuple[Stage, ...] = (body, *self._heads.values())
+        super().__init__((body, *self._heads.values()))
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> ExitStage:
         if num_blocks is None:
@@ -81,10 +76,6 @@ class ExitStage(Stage):
     def num_exits(self) -> int:
         return len(self._heads)
 
-    def open(self, request_id: int, max_len: int) -> None:
-        for part in self._parts:
-            part.open(request_id, max_len)
-
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_exits: bool = True
     ) -> StageOutput:
@@ -95,14 +86,6 @@ class ExitStage(Stage):
             if found.logits is not None:
                 exits[layer] = found.logits
         return replace(out, exit_logits=exits)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        for part in self._parts:
-            part.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        for part in self._parts:
-            part.close(request_id)
 
     def cache(self, request_id: int) -> TreeCache:
         """Returns the cache of the layers, not of the heads."""

@@ -20,11 +20,11 @@ class StageLayout:
 
     Attributes:
         stages: number of pipeline stages; each takes one step.
-        groups: number of devices in each stage, which work one after the other within a step
-            (PipeDec's G); None means one each.
+        groups: devices in each stage, one after the other within a step (PipeDec's G); None: one
+            each.
         balanced: split layers by cost including the output head, instead of by number.
         degree: tensor-parallel degree of every stage.
-        draft_degree: tensor-parallel degree of the draft; the controller is its first device.
+        draft_degree: that of the draft; the controller is its first device.
         shared: the draft uses the target's devices; both work in turns.
     """
 
@@ -76,8 +76,7 @@ class PipelineOptions:
         split: "balanced" includes the output head's cost, "even" counts layers only.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
-        timeout_s: a distributed run fails when no rank has made progress for this long; at least 2,
-            because ranks report once a second.
+        timeout_s: a distributed run fails when no rank has made progress for this long.
     """
 
     stages: Count | None = None
@@ -103,9 +102,8 @@ class PipelineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan(ExecutorPlan):
-    """A pipeline before it is built.
-
-    Targets that work at the same time need different values of ``group_number``.
+    """A pipeline before it is built; targets that work at the same time need different values of
+    ``group_number``.
     """
 
     layout: StageLayout
@@ -152,9 +150,8 @@ class PipelinePlan(ExecutorPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExitPlan(PipelinePlan):
-    """A plan on one device whose first layers draft before the others verify; latency 1.
-
-    Its stages exist only in the latency profile that prices them.
+    """A plan on one device whose first layers draft before the others verify; its stages exist only
+    in the latency profile.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.executors.models import Blocks, ModelPair, deliverable
 from specdec.executors.stage import (
     Answerer,
@@ -15,20 +15,13 @@ from specdec.executors.stage import (
 )
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.state import RequestState
 from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-    from specdec.state import RequestState
 
 
 class LocalExecutor(Executor):
-    """Runs the whole target on one device, which the draft shares; each step answers its own batch.
-
-    Attributes:
-        hidden, early_hidden: hidden states that the outputs contain; both come with the answers.
-    """
+    """Runs the whole target on one device, which the draft shares; a step answers its batch."""
 
     def __init__(
         self,
@@ -51,7 +44,6 @@ class LocalExecutor(Executor):
 
     @classmethod
     def plan(cls, models: ModelPair) -> ExecutorPlan:
-        """Places all models on the controller's device, which stores shared matrices once."""
         shared = models.shared_bytes
         placements = {
             name: Placement(ranks=(CONTROLLER,), weight_bytes=(size - shared.get(name, 0),))
@@ -88,7 +80,6 @@ class LocalExecutor(Executor):
         self.stages[0].open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Stores the batch; the pass runs in ``collect``."""
         self._batch = batch
         if batch.num_tokens:
             self.counters.count(batch)

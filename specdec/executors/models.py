@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -29,21 +29,10 @@ REAL = "use model=tiny, model=hf or model=random"
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-
-class OverRanks(Protocol):
-    """Runs the stages of a pipeline in separate processes; the runtime object ``over_ranks``."""
-
-    def __call__(
-        self, plan: Any, needs: Needs, *, bounds: Sequence[tuple[int, int]], exits: Sequence[int]
-    ) -> Any:
-        """Starts or joins the processes and returns an ``Executor``.
-
-        Args:
-            plan: a ``PipelinePlan``.
-            bounds: half-open layer ranges of the devices.
-            exits: number of layers before each early exit.
-        """
-        ...
+OverRanks: TypeAlias = Callable[..., Any]
+"""(``PipelinePlan``, ``Needs``, ``bounds`` of layers, ``exits``) -> ``Executor``, whose
+stages run in separate processes; the runtime object ``over_ranks``.
+"""
 
 
 class ModelPair:
@@ -85,9 +74,8 @@ class ModelPair:
     about: Mapping[str, Any] = _NOTHING
 
     def section(self) -> dict[str, Any]:
-        """Returns a section ``model`` of a configuration that describes this pair.
-
-        It has the names of the models, by which results are labelled: ``target`` and ``draft``.
+        """Returns a section ``model`` of a configuration that describes this pair, with the names
+        ``target`` and ``draft`` for labels.
         """
         models = self.about.get("model")
         models = models if isinstance(models, Mapping) else {}
@@ -98,23 +86,20 @@ class ModelPair:
     def stage(
         self, first: int, last: int, meter: Meter, *, capture: Sequence[HiddenName] = ()
     ) -> Stage:
-        """Loads the target's layers ``first`` .. ``last`` (exclusive).
-
-        ``capture`` names hidden states of these layers that every pass returns.
+        """Loads the target's layers ``first`` .. ``last`` (exclusive), whose passes return the
+        hidden states ``capture``.
         """
         raise NotImplementedError
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Returns the object that turns the target's logits into answers.
-
-        ``needs_probs`` says whether answers include the whole target distribution.
+        """Returns the object that turns the target's logits into answers, with distributions if
+        ``needs_probs``.
         """
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def without_target(self) -> Self:
-        """Returns the pair for a process in which other processes run the target.
-
-        It loads single layers of the target for heads that use them, but not the whole target.
+        """Returns the pair for a process in which other processes run the target: it loads single
+        layers of it at most.
         """
         return self
 
@@ -127,25 +112,21 @@ class ModelPair:
         )
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads.
-
-        ``exits`` has the number of target layers before each exit.
+        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads after
+        ``exits`` target layers.
         """
         raise AssertionError(self.exit_layer)
 
     def runner(self, name: str, meter: Meter) -> ModelRunner:
-        """Returns the runner of the "draft" or "middle" model; ``UserError`` if there is none."""
         raise UserError(f"{self._label} has no {name} model; choose a source without one")
 
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """Loads weights or tables that accompany the models, such as ``MedusaHeads``.
+        """Loads weights or tables that accompany the models, such as ``MedusaHeads``; UserError if
+        the pair has none.
 
         The class loads itself: ``kind.from_pair(pair, **options)`` with a ``HuggingFacePair``, of
         which ``part`` gives layers, norm and output matrix of the target, ``heads_folder`` the
         folder of trained heads and ``token_samples()`` text for n-gram counts.
-
-        Raises:
-            UserError: the pair cannot provide it.
         """
         raise UserError(
             f"{kind.__name__} needs a model or text, which {self._label} does not have; {REAL},"
@@ -153,27 +134,23 @@ class ModelPair:
         )
 
     def sequences(self, model: str) -> Any:
-        """Returns the target's given tokens and the ranks of them by "draft" or "middle".
-
-        The result is a ``specdec.sources.synthetic.HiddenPair``, for ``SyntheticSource``.
-        ``UserError`` if the pair has real models, or no ranks of that model.
+        """Returns the target's given tokens and the ranks of them by "draft" or "middle", a
+        ``specdec.sources.synthetic.HiddenPair``; UserError if the pair has real models, or no
+        ranks.
         """
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"
         )
 
     def prompts(self) -> list[tuple[int, IntArray]] | None:
-        """Returns (id, int64[T]) of each recorded prompt; None if prompts come from ``data=``."""
         return None
 
     def conditions(self) -> dict[str, Any]:
-        """Returns the conditions of a recorded run, which replace those of the configuration."""
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Replaces draft models in the source's configuration node by the pair's own draft.
-
-        ``UserError`` if that draft cannot serve them.
+        """Replaces draft models in the source's configuration node by the pair's own draft, or
+        refuses them.
         """
         return source
 
@@ -183,10 +160,9 @@ class ModelPair:
 
 
 def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
-    """Returns ``needs`` without hidden states that the target's stages cannot deliver.
-
-    They deliver the residual stream of their layers, and for the last layer also the state after
-    the final norm; stages with exit heads deliver none.
+    """Returns ``needs`` without hidden states that the target's stages cannot deliver: they have
+    the residual stream of their layers, and of the last layer the normed state; with exit heads
+    none.
     """
 
     def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:

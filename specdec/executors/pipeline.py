@@ -4,17 +4,16 @@ With a simulated clock this is the simulator; the distributed executor runs the 
 (``specdec.executors.stage``) over messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from specdec.clocks import Clock, ClockKind, Work
 from specdec.clocks.build import check_in_process
+from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.executors.exits import ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
@@ -29,23 +28,16 @@ from specdec.executors.stage import (
 )
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
+from specdec.sampling.keyed_draws import KeyedDraws
+from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-    from specdec.state import RequestState
 
 
 class PipelineExecutor(Executor):
     """Runs the target as a pipeline: N stages on ranks 1 .. N, controller and draft on rank 0.
 
-    Attributes:
-        latency, in_flight: N, the number of stages.
-        counters: batches and rows that entered the first stage.
-        hidden: hidden states that the answers contain; they move with their rows from the stage
-            that captures them to the last one.
-        early_hidden: hidden states that the outputs contain as soon as a stage has computed them.
+    States of ``hidden`` move with their rows from the stage that captures them to the last one;
+    those of ``early_hidden`` are returned at once. ``counters`` has what entered the first stage.
     """
 
     def __init__(
@@ -79,7 +71,6 @@ class PipelineExecutor(Executor):
 
     @classmethod
     def plan(cls, models: ModelPair, **options: Any) -> PipelinePlan:
-        """Plans layers, devices and sizes; the keys are those of ``PipelineOptions``."""
         keys = PipelineOptions(**options)
         stages = keys.stages or -(-models.num_layers // models.exit_layer)
         return PipelinePlan.of(
@@ -99,7 +90,6 @@ class PipelineExecutor(Executor):
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> Any:
-        """Loads the stages, in this process or (``over_ranks``) in others."""
         exits = (pair.exit_layer, *needs.further_exits) if needs.exits else ()
         needs = deliverable(needs, pair.num_layers, exits=bool(exits))
         bounds = plan.bounds(pair, exits[0] if exits else None)
@@ -144,7 +134,6 @@ class PipelineExecutor(Executor):
             stage.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Passes the batch to the first stage, and charges every stage for its batch."""
         self._step = batch.step
         self._tick += 1
         self._in_flight.enter(self._tick, batch)
@@ -159,14 +148,12 @@ class PipelineExecutor(Executor):
                     self._charges.exit(i, flight.batch.num_nodes)
 
     def ready(self) -> bool:
-        """Returns whether every stage has finished, judged at the controller's time."""
         return not self._charges.busy()
 
     def due_s(self) -> float | None:
         return self._charges.due_s()
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Runs every stage once, and answers the batch that has passed the last one."""
         output, flights = Output(step=self._step), self._flights()
         answers: tuple[Answers, ...] = ()
         exits: tuple[Exits, ...] = ()
@@ -188,7 +175,6 @@ class PipelineExecutor(Executor):
         return with_hidden(output, last.batch, last.captured)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes, moves the surviving rows to the next stage, and ends the step."""
         if commits:
             for stage in self.stages:
                 stage.commit(commits)
@@ -205,7 +191,6 @@ class PipelineExecutor(Executor):
 
     @property
     def stage_rows(self) -> list[int]:
-        """Rows computed per stage; pruned rows are not computed by later stages."""
         return [stage.rows for stage in self.stages]
 
     @property
@@ -225,20 +210,16 @@ class StepCharges:
     """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
     All stages start with the step, which ends when the slowest has finished. On the wall clock of
-    one process, charges of other ranks are predictions (paced) or ignored (measured).
-
-    A profile prices one device. The devices of a stage run one after the other within a step, with
-    a transfer between them (PipeDec 3.1: "nodes in group G must execute tasks sequentially").
+    one process, charges of other ranks are predictions (paced) or ignored (measured). The devices
+    of a stage, of which a profile prices one, run one after the other (PipeDec 3.1).
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
-        """``devices`` is the number of devices of each stage."""
         self._clock = clock
         self._ranks = range(1, len(devices) + 1)
         self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
-        """Charges all stages for ``rows``, and the last for an output head on ``num_nodes``."""
         clock = self._clock
         self._clock.fan_out(self._ranks)
         self._clock.charge_each(self._ranks, Work.STAGE, rows)
@@ -249,7 +230,6 @@ class StepCharges:
         clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
 
     def exit(self, stage: int, num_nodes: int) -> None:
-        """Charges stage number ``stage`` (from 0) for an exit head on ``num_nodes`` rows."""
         self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
 
     def busy(self) -> bool:
@@ -260,16 +240,11 @@ class StepCharges:
         return max((at for at in ends if at is not None), default=None)
 
     def finish(self) -> None:
-        """Makes the controller wait for the slowest stage."""
         self._clock.barrier(self._ranks)
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Charges pruning, then the transfer of hidden states and answers.
-
-        Args:
-            pruned: number of nodes that the pruning examines; 0 without a commit.
-            rows: rows that each stage but the last transmits.
-            answered: whether the last stage sends answers to the controller.
+        """Charges pruning of ``pruned`` nodes, then the transfer of ``rows`` by each stage but the
+        last, and of answers.
         """
         ranks = self._ranks
         self._clock.fan_out(ranks)

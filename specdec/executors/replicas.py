@@ -7,17 +7,19 @@ a batch's paths that it lacks along with the batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import sleep
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from specdec.clocks import CONTROLLER, Clock, ClockKind
 from specdec.clocks.build import check_in_process
+from specdec.clocks.meter import Meter
 from specdec.errors import RankFailure, UserError
 from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
@@ -25,6 +27,7 @@ from specdec.executors.models import Blocks, ModelPair, OverRanks
 from specdec.interfaces import Executor
 from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState, tree_rows
 from specdec.types import (
     NO_NODE,
@@ -43,26 +46,16 @@ from specdec.types import (
 
 _LOOK_EVERY_S = 1e-3  # between two looks at the copies' processes
 
-if TYPE_CHECKING:
-    import threading
-
-    from specdec.clocks.meter import Meter
-    from specdec.sampling.keyed_draws import KeyedDraws
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasPlan(ExecutorPlan):
-    """The plans of the copies, before they are built."""
-
     copies: tuple[PipelinePlan, ...]
     distributed: bool
 
 
 class ReplicasExecutor(Executor):
-    """Runs N copies of the target on ranks 1 .. N, which answer up to N batches at the same time.
-
-    Attributes:
-        counters: batches and nodes submitted; rows that a copy computes again are not counted.
+    """Runs N copies of the target on ranks 1 .. N, which answer up to N batches at the same time;
+    ``counters`` leave out rows that a copy computes again.
     """
 
     latency = None
@@ -76,13 +69,7 @@ class ReplicasExecutor(Executor):
         transport: Literal["in_process", "distributed"] = "in_process",
         timeout_s: float = 60.0,  # noqa: ARG003 - read by those who start the ranks
     ) -> ReplicasPlan:
-        """Plans the copies; nothing is loaded.
-
-        Args:
-            replicas: number of copies, one device each.
-            transport: "distributed" runs every copy in a separate process.
-            timeout_s: a distributed run fails when no rank has made progress for this long.
-        """
+        """Plans ``replicas`` copies, one device each; nothing is loaded."""
         placements = {
             name: Placement(ranks=(CONTROLLER,), weight_bytes=(size,))
             for name, size in models.weight_bytes.items()
@@ -113,9 +100,8 @@ class ReplicasExecutor(Executor):
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> ReplicasExecutor:
-        """Loads the copies, in this process or (``over_ranks``) in one process each.
-
-        A paced clock is refused for processes: it has the schedule of only one target.
+        """Loads the copies, in this process or (``over_ranks``) in one process each; a paced clock,
+        which has the schedule of only one target, is refused for processes.
         """
         needs = replace(needs, hidden=(), early_hidden=())
         if not plan.distributed or over_ranks is None:
@@ -143,13 +129,8 @@ class ReplicasExecutor(Executor):
     def __init__(
         self, copies: Sequence[Executor], *, clock: Clock, meter: Meter, remote: bool = False
     ) -> None:
-        """Combines the copies.
-
-        Args:
-            copies: executors of latency 1.
-            clock: charged for copy i on rank i + 1, unless the copies are remote.
-            meter: measures waits for remote copies.
-            remote: whether the copies compute in other processes.
+        """Combines executors of latency 1; the clock is charged for copy i on rank i + 1 unless
+        they are ``remote``.
         """
         self.in_flight = len(copies)
         self.counters = ExecutorCounters()
@@ -169,7 +150,6 @@ class ReplicasExecutor(Executor):
             copy.open(request)
 
     def submit(self, batch: Batch) -> None:
-        """Queues the batch for the first free copy; a request's first nodes bring its prompt."""
         self._step, self._is_empty = batch.step, not batch.trees
         if batch.trees:
             self.counters.count(replace(batch, prefills=()))
@@ -195,7 +175,6 @@ class ReplicasExecutor(Executor):
         return Output(step=self._step, answers=tuple(answers))
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Prunes caches and queued batches; a busy copy applies the commits after its batch."""
         if commits:
             for copy in self._copies:
                 copy.commit(commits)
@@ -207,10 +186,8 @@ class ReplicasExecutor(Executor):
             copy.close(request_id)
 
     def shutdown(self) -> None:
-        """Frees the copies' models, and releases their processes if they have any.
-
-        After a complete run it waits for passes whose answers are no longer needed, so that the
-        processes can serve the next run; after an error, busy processes are ended.
+        """Frees the copies' models, and releases their processes, after passes whose answers are no
+        longer needed: they can serve the next run; after an error, busy ones are ended.
         """
         for copy in self._copies:
             if copy.is_busy and not self._requests:
@@ -219,7 +196,6 @@ class ReplicasExecutor(Executor):
             copy.executor.shutdown()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Reports of the copies' processes, each under its copy's rank; empty in one process."""
         if not self.distributed:
             return []
         found = []
@@ -239,7 +215,6 @@ class ReplicasExecutor(Executor):
 
     @property
     def stage_of_rank(self) -> dict[int, int]:
-        """Every copy is the whole target, so every rank is stage 1."""
         return dict.fromkeys(range(1, self.in_flight + 1), 1)
 
     def set_wakeup(self, event: threading.Event) -> bool:
@@ -256,7 +231,6 @@ class ReplicasExecutor(Executor):
                 free[0].start(batch)
 
     def _live(self, rows: TreeRows) -> TreeRows | None:
-        """Returns the rows that are still in the tree; None if there are none."""
         request = self._requests.get(rows.request)
         if request is None:
             return None
@@ -277,14 +251,12 @@ class ReplicasExecutor(Executor):
 
 
 class TargetCopy:
-    """One copy of the target, and a record of what its caches contain.
-
-    The controller keeps the record, so that it needs no messages: each batch brings the missing
-    entries of its paths, and commits have the same effect on the record as on the caches.
+    """One copy of the target, and a record of what its caches contain, which needs no messages:
+    each batch brings the missing entries of its paths, and commits act on the record as on the
+    caches.
     """
 
     def __init__(self, executor: Executor, clock: Clock, rank: int | None) -> None:
-        """``rank``: the clock rank of a copy in this process; None for a remote copy."""
         self.executor = executor
         self.is_busy = False
         self.due_s: float | None = None
@@ -317,7 +289,6 @@ class TargetCopy:
         ]
 
     def start(self, batch: Batch) -> None:
-        """Computes a batch, or sends it to the copy's process."""
         self._catch_up(batch.step)
         self.is_busy = True
         self._requested = {rows.request: rows.node_ids for rows in batch.trees}
@@ -349,7 +320,6 @@ class TargetCopy:
         ]
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Applies commits to the record; a remote copy's caches follow when it is free."""
         for commit in commits:
             if (cached_len := self._cached_len.get(commit.request)) is None:
                 continue
@@ -365,9 +335,8 @@ class TargetCopy:
             self.executor.commit(commits, Output(step=commits[0].step))
 
     def _of_this_step(self) -> Sequence[Commit]:
-        """Takes the first deferred commits, except of requests opened while the copy was busy.
-
-        Their process opens them with its next batch.
+        """Takes the first deferred commits, except of requests opened while the copy was busy:
+        their process opens them with its next batch.
         """
         commits = self._deferred.pop(0) if self._deferred else ()
         since, self._opened_since = self._opened_since, set()
@@ -377,7 +346,6 @@ class TargetCopy:
         return [commit for commit in commits if commit.request not in since]
 
     def _catch_up(self, step: int) -> None:
-        """Applies commits of earlier steps, with one empty batch per step."""
         for commits in self._deferred:
             if commits:
                 self.executor.submit(Batch(step=step))
@@ -385,7 +353,6 @@ class TargetCopy:
         self._deferred = []
 
     def _completed(self, batch: Batch) -> Batch:
-        """Adds the committed tokens and ancestors that the cache lacks to the batch."""
         trees, prefills = [], []
         for rows in batch.trees:
             request, nodes = self._requests[rows.request], self._nodes[rows.request]

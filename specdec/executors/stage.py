@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -56,15 +56,12 @@ _FEW_LOGITS = 1 << 18  # of all rows: their argmax takes less than a walk along 
 
 @dataclass(frozen=True, slots=True)
 class RowItem:
-    """The rows of one request: its prefill chunk first, then its tree nodes."""
-
     request: int
     prefill: PrefillChunk | None
     tree: TreeRows | None
 
     @property
     def prefill_tokens(self) -> IntArray:
-        """int64[T], empty without a chunk."""
         return _NONE if self.prefill is None else self.prefill.tokens
 
     @property
@@ -73,7 +70,6 @@ class RowItem:
 
 
 def row_items(batch: Batch) -> list[RowItem]:
-    """Groups the batch's rows by request, in packing order, which is the same on every stage."""
     if not batch.prefills:
         return [RowItem(tree.request, None, tree) for tree in batch.trees]
     chunks = {chunk.request: chunk for chunk in batch.prefills}
@@ -82,7 +78,6 @@ def row_items(batch: Batch) -> list[RowItem]:
 
 
 def tree_row_index(items: list[RowItem]) -> IntArray:
-    """Returns int64[W]: packed indices of the tree rows, in the order of ``batch.trees``."""
     if all(item.prefill is None for item in items):
         return np.arange(sum([item.num_rows for item in items]))
     parts, start = [], 0
@@ -96,11 +91,8 @@ def tree_row_index(items: list[RowItem]) -> IntArray:
 def with_hidden(
     output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
 ) -> Output:
-    """Adds the hidden states of a batch that has passed the target to its output.
-
-    Args:
-        output: one ``Answers`` per request with tree rows, in the order of ``batch.trees``.
-        captured: name -> [R, E], in packing order.
+    """Adds the hidden states ``captured`` (name -> [R, E], in packing order) of a batch that has
+    passed the target to its ``Answers``.
     """
     answers = {answer.request: answer for answer in output.answers}
     prompts, trees = _by_item(batch, captured)
@@ -146,24 +138,17 @@ def _by_item(
 
 @dataclass(slots=True)
 class InFlight:
-    """A batch between two stages.
-
-    Attributes:
-        batch: the rows that have not been pruned.
-        hidden: [R, E], output of the previous stage; None before the first stage and for stages
-            without a model.
-        captured: name -> [R, E], hidden states captured by earlier stages.
-    """
-
-    batch: Batch
+    batch: Batch  # the rows that have not been pruned
+    # [R, E], output of the previous stage; None before the first stage and for stages without a
+    # model
     hidden: torch.Tensor | None = None
+    # name -> [R, E], hidden states captured by earlier stages
     captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
     version: int = 0  # of the ``InFlightRows`` by which it was last pruned
 
     def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
-        """Drops rows of nodes that a commit did not keep, and all rows of closed requests.
-
-        Hidden states are pruned like the caches (SpecPipe 3.3.2, second phase of a step).
+        """Drops rows of nodes that a commit did not keep, and all rows of closed requests (SpecPipe
+        3.3.2, second phase of a step).
         """
         num_rows = self.batch.num_tokens
         self.batch, index = _surviving(self.batch, commits, closed)
@@ -201,12 +186,11 @@ class InFlightRows:
     """The batches in flight, the open requests, and the latest commit of each.
 
     The controller and all ranks see the same batches, commits, opens and closes in the same order,
-    so they agree on how many rows cross each link of the pipeline without sending the counts. Rows
-    are pruned on demand, by the latest commit of each request alone: what it keeps, all earlier
-    commits have kept too.
+    so they agree on how many rows cross each link without sending counts. Rows are pruned on
+    demand, by the latest commit of each request alone: what it keeps, all earlier ones have kept.
 
-    A *tick* is the executor's step number. It is never reset, unlike steps, which restart in each
-    run. A batch is on stage n (from 1) in the n-th step from the tick at which it entered.
+    A *tick* is the executor's step number, which no new run resets. A batch is on stage n (from 1)
+    in the n-th step from the tick at which it entered.
     """
 
     def __init__(self) -> None:
@@ -228,7 +212,6 @@ class InFlightRows:
             self._flights[tick] = InFlight(batch, version=self._version)
 
     def commit(self, tick: int, commits: Sequence[Commit]) -> None:
-        """Records the commits at the end of step ``tick``; rows of finished requests die."""
         self._version += bool(commits)
         for commit in commits:
             self._latest[commit.request] = (tick, commit)
@@ -240,7 +223,6 @@ class InFlightRows:
         return self._opened.get(request_id, tick + 1) <= tick
 
     def prune(self, tick: int, flight: InFlight) -> None:
-        """Drops the dead rows of the batch that was submitted at ``tick``."""
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
         closed = {request_id for request_id in requests if not self.is_open(request_id, tick)}
@@ -248,7 +230,6 @@ class InFlightRows:
         flight.prune({r: commit for r, (at, commit) in latest.items() if at >= tick}, closed)
 
     def alive(self, tick: int) -> InFlight | None:
-        """Returns the live rows of the batch submitted at ``tick``; None if there are none."""
         flight = self._flights.get(tick)
         if flight is not None:
             if flight.version != self._version:
@@ -260,13 +241,11 @@ class InFlightRows:
         return None
 
     def take(self, tick: int) -> InFlight | None:
-        """Returns the live rows like ``alive``, and removes the batch."""
         flight = self.alive(tick)
         self.drop(tick)
         return flight
 
     def drop(self, tick: int) -> None:
-        """Removes the batch that was submitted at ``tick``, if any."""
         self._flights.pop(tick, None)
 
 
@@ -275,29 +254,19 @@ class InFlightRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """Results of a stage for one batch.
-
-    Attributes:
-        hidden: [R, E], input of the next stage; None for a stage without a model.
-        logits: [W, V] in the order of ``batch.trees``; last stage only.
-        captured: name -> [R, E], the hidden states that the stage captures.
-        exit_logits: number of target layers before an exit -> [W, V] of its head.
-    """
-
+    # [R, E], input of the next stage; None for a stage without a model
     hidden: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # [W, V] in the order of ``batch.trees``; last stage only
+    # name -> [R, E], the hidden states that the stage captures
     captured: Mapping[HiddenName, torch.Tensor] = field(default_factory=dict)
+    # number of target layers before an exit -> [W, V] of its head
     exit_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Stage:
-    """A slice of the target. The base class has no model and computes nothing.
+    """A slice of the target. The base class has no model and computes nothing."""
 
-    Attributes:
-        layers: the slice of a model; None without one.
-    """
-
-    layers: ModelStage | None = None
+    layers: ModelStage | None = None  # the slice of a model; None without one
 
     def open(self, request_id: int, max_len: int) -> None:
         """Allocates the cache of a request of at most ``max_len`` entries, nodes included."""
@@ -313,23 +282,37 @@ class Stage:
         """Frees the request's cache."""
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> Stage:
-        """Returns the same layers with their caches in pools of blocks.
-
-        Returns itself if ``num_blocks`` is None or the stage has no key-value caches.
+        """Returns the same layers with caches in pools of blocks; itself if there are none or
+        ``num_blocks`` is None.
         """
         return self
 
 
+class StageGroup(Stage):
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def open(self, request_id: int, max_len: int) -> None:
+        for part in self._parts:
+            part.open(request_id, max_len)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        for part in self._parts:
+            part.commit(commits)
+
+    def close(self, request_id: int) -> None:
+        for part in self._parts:
+            part.close(request_id)
+
+
 class ModelStage(Stage):
     def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
-        """Wraps the layers of ``runner``; with ``pool`` the caches are paged."""
         self.runner = runner
         self.pool = pool
         self.layers = self
         self._caches: dict[int, TreeCache] = {}
 
     def open(self, request_id: int, max_len: int) -> None:
-        """Allocates the request's cache, which grows if it needs more."""
         make, pool = self.runner.new_cache, self.pool
         self._caches[request_id] = make(max_len) if pool is None else make(max_len, pool)
 
@@ -372,8 +355,8 @@ def split_layers(
 ) -> list[tuple[int, int]]:
     """Returns half-open layer ranges, as even as possible, with the shorter stages last.
 
-    The last stage also computes the output head, which costs as much as ``head_layers`` layers, so
-    it gets fewer (two fewer in the papers). The split minimizes the cost of the slowest stage.
+    The last stage also computes the output head, which costs as much as ``head_layers`` layers; the
+    split minimizes the cost of the slowest stage.
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
@@ -394,8 +377,6 @@ def split_layers(
 
 
 class AnsweredRequest(Protocol):
-    """The part of ``RequestState`` that stages and answerers read."""
-
     @property
     def id(self) -> int: ...
 
@@ -406,14 +387,10 @@ class AnsweredRequest(Protocol):
     def sampling(self) -> SamplingParams: ...
 
     @property
-    def tokens(self) -> IntArray:
-        """int64[T], the prompt; read only if the sampling transform needs histories."""
-        ...
+    def tokens(self) -> IntArray: ...
 
 
 class Answerer:
-    """Turns a batch that has passed the last stage into answers."""
-
     def follow(self) -> None:
         """Allows later answers to leave out the tokens that ``Needs.all_answers`` names."""
 
@@ -432,8 +409,6 @@ class Answerer:
 
 
 class OpenRequests:
-    """Per open request: its sampling transform, and the tokens of its paths if that reads them."""
-
     def __init__(self) -> None:
         self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._of: dict[int, SamplingTransform] = {}  # request id -> one of these
@@ -446,7 +421,6 @@ class OpenRequests:
             self._paths.open(request.id, request.tokens)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Appends retired nodes to the token histories."""
         self._paths.commit(commits)
 
     def close(self, request_id: int) -> None:
@@ -458,27 +432,23 @@ class ModelAnswerer(OpenRequests, Answerer):
     """Samples from the target's logits with each request's own transform and keyed draws."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
-        """``needs_probs``: whether answers include distributions (``Needs.target_probs``)."""
         super().__init__()
         self._draws = draws
         self._needs_probs = needs_probs
         self._follows = False
 
     def follow(self) -> None:
-        """From now on, samples only after rows that may be on the target's path.
-
-        A row cannot be on it if the target's token after its parent is not the row's token; it gets
-        ``NO_TOKEN``. Distributions, if needed, are still those of all rows.
+        """From now on, samples only after rows that may be on the target's path: others, whose
+        token is not the target's after their parent, get ``NO_TOKEN``.
         """
         self._follows = True
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Samples the target's next token after every tree row by its keyed draw.
 
-        If probabilities are needed, the answers include the processed distributions; for a greedy
-        request the model's own at temperature 1, by which lossy verifiers compare tokens (the
-        one-hot distribution of greedy decoding follows from the tokens). If all requests have equal
-        parameters they share one call, and one copy from a device.
+        With them come, if needed, the processed distributions; for a greedy request the model's own
+        at temperature 1, by which lossy verifiers compare tokens. Requests of equal parameters
+        share one call.
         """
         assert logits is not None, "the last stage must compute logits"
         if not batch.trees:
@@ -500,7 +470,6 @@ class ModelAnswerer(OpenRequests, Answerer):
         logits: torch.Tensor,
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[Answers, ...]:
-        """Answers requests that have equal sampling parameters."""
         tokens, probs = self._sample(trees, logits, histories)
         answers, start = [], 0
         for tree in trees:
@@ -522,7 +491,6 @@ class ModelAnswerer(OpenRequests, Answerer):
         logits: torch.Tensor,
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[IntArray, Probs | None]:
-        """Returns tokens and, if needed, distributions of requests with equal parameters."""
         transform = self._of[trees[0].request]
         params = transform.params
         uniforms = _NO_DRAWS
@@ -589,8 +557,6 @@ def _along_paths(
 
 
 class ExitReader(OpenRequests):
-    """Turns exit logits into candidates, on the rank that has the exit layers."""
-
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
         """If ``sample``, candidates are sampled and come with their distributions (for rejection
         verifiers); otherwise they are the ``num_candidates`` most probable tokens.
@@ -601,9 +567,8 @@ class ExitReader(OpenRequests):
         self._sample = sample
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
-        """Returns candidates of every tree row at the exit after ``layer`` layers.
-
-        ``logits``: [W, V] in the order of ``batch.trees``.
+        """Returns candidates of every tree row at the exit after ``layer`` layers, from [W, V] in
+        the order of ``batch.trees``.
         """
         exits, start = [], 0
         for rows in batch.trees:
@@ -630,12 +595,6 @@ class ExitReader(OpenRequests):
 
 
 class PipelineStage:
-    """A stage with what reads its results: the answerer on the last stage, and exit heads' reader.
-
-    Attributes:
-        rows: number of rows computed so far; pruned rows are not computed by later stages.
-    """
-
     def __init__(
         self, stage: Stage, *, answerer: Answerer | None = None, exits: ExitReader | None = None
     ) -> None:
@@ -651,7 +610,6 @@ class PipelineStage:
             reader.open(request)
 
     def compute(self, flight: InFlight) -> tuple[StageOutput, tuple[Exits, ...]]:
-        """Computes the batch; ``flight.hidden`` becomes the input of the next stage."""
         self.rows += flight.batch.num_tokens
         out = self.stage.run(flight.batch, flight.hidden)
         flight.hidden = out.hidden
@@ -662,7 +620,6 @@ class PipelineStage:
         return out, exits
 
     def answer(self, batch: Batch, out: StageOutput) -> tuple[Answers, ...]:
-        """Samples after every tree row of a computed batch; returns () before the last stage."""
         if self._answerer is None or not batch.trees:
             return ()
         return self._answerer.answer(batch, out.logits)

@@ -4,8 +4,6 @@ Shape letters: S segments, T positions, C classes, D depths. Segments are the la
 there are many of them, and only one to three classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,31 +26,23 @@ _RESCALE = 16  # positions after which forward probabilities are normalised
 
 
 class Observations(NamedTuple):
-    """Segments of consecutive positions."""
-
     hits: Tensor  # int64[T, S], 1, 0 or _UNKNOWN, which also fills the end of a segment
     depths: Tensor  # int64[T, S], depth of the draft token below its root, from 0
     weights: Tensor  # float64[S], how often the segment occurred
 
     @property
     def num_known(self) -> float:
-        """The weighted number of verified draft tokens."""
         return float(((self.hits != _UNKNOWN) * self.weights).sum())
 
 
 class ModelSize(NamedTuple):
-    """The number of classes, and the index of the parameter that each depth uses."""
-
     classes: int = 1
     bins: tuple[int, ...] = (0,)
 
 
 def observe(requests: Sequence[RequestLog]) -> Observations:
-    """Turns passes into hits by position.
-
-    A pass that accepted a of k draft tokens shows a hits, then a miss if a < k. After k accepted
-    ones the target emits a bonus token, at a position that has no draft token. What a pass accepted
-    beyond k is not judged.
+    """Turns passes into hits by position: one that accepted a of k draft tokens shows a hits, then
+    a miss if a < k; the bonus token after k, and what was accepted beyond k, is not judged.
     """
     hits: list[Tensor] = []
     depths: list[Tensor] = []
@@ -76,10 +66,9 @@ def observe(requests: Sequence[RequestLog]) -> Observations:
 def log_likelihood(
     data: Observations, odds: Tensor, depth: Tensor, stay: Tensor, weights: Tensor
 ) -> Tensor:
-    """Runs the forward algorithm (Rabiner 1989, Eqs. 19 to 21) over all segments at once.
-
-    ``odds``, ``stay`` and ``weights`` are [C] (``odds`` are log odds of hit rates), ``depth`` is
-    [D] and ends with the entry of all larger depths.
+    """Runs the forward algorithm (Rabiner 1989, Eqs. 19 to 21) over all segments at once; ``odds``
+    (log odds of hit rates), ``stay`` and ``weights`` are [C], ``depth`` [D], whose last entry is
+    that of all larger depths.
     """
     added = depth[data.depths.clamp(max=len(depth) - 1)]
     signed = (odds[:, None] + added[:, None]) * (2 * data.hits - 1)[:, None]
@@ -106,7 +95,6 @@ def measured(requests: Sequence[RequestLog]) -> tuple[float, float]:
 
 
 def predicted(model: AcceptanceModel, requests: Sequence[RequestLog]) -> float:
-    """Predicts tokens per pass for passes with the draft tokens of the requests."""
     if any(request.adaptive for request in requests):
         return model.adaptive_tokens_per_pass()
     numbers, passes = draft_tokens(requests)
@@ -121,11 +109,11 @@ def draft_tokens(requests: Sequence[RequestLog]) -> tuple[np.ndarray, np.ndarray
 
 
 def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[AcceptanceModel, float]:
-    """Maximises the likelihood among models whose tokens per pass are those of the requests.
+    """Maximises the likelihood among models whose tokens per pass are those of the requests; also
+    returns Akaike's criterion.
 
     Without the constraint they differ where acceptance varies much between requests. The fit starts
-    from classes of which the easy ones stay longer, because misses cluster in real text. Also
-    returns Akaike's criterion, 2 parameters - 2 log likelihood.
+    from classes of which the easy ones stay longer, because misses cluster in real text.
     """
     classes, bins, data = size.classes, torch.tensor(size.bins), observe(requests)
     known = max(data.num_known, 1.0)
@@ -175,8 +163,8 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 def choose_size(requests: Sequence[RequestLog], *, chains: bool) -> ModelSize:
     """Chooses the size of smallest AIC: first whether the depth counts, then the classes.
 
-    Counts of passes have no order, so classes cannot be told from depths, and one class is used.
-    For passes that verify trees (not ``chains``), and for counts, every depth has a parameter.
+    Counts of passes have no order, so one class is used. For trees (not ``chains``), and for
+    counts, every depth has a parameter.
     """
 
     def best_of(classes: Sequence[int], bins: Sequence[tuple[int, ...]]) -> ModelSize:

@@ -1,7 +1,5 @@
 """Fits an acceptance model to logs, and checks it on requests that it has not seen."""
 
-from __future__ import annotations
-
 import json
 import math
 import textwrap
@@ -28,8 +26,6 @@ _LEAST = 20  # verified draft tokens, fewer are refused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutCheck:
-    """Compares measured tokens per pass of some requests with a model's prediction."""
-
     name: str
     requests: int
     draft_tokens: float  # mean number per pass
@@ -60,8 +56,6 @@ class HeldOutCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedModel:
-    """The model that was fitted to all requests, and the result of checking it."""
-
     model: AcceptanceModel
     tail: RankTail  # ranks of the target's token where the first candidate is wrong
     tail_source: str
@@ -73,7 +67,6 @@ class FittedModel:
     notes: tuple[str, ...] = ()  # what was inferred rather than stated in the logs
 
     def model_option(self) -> dict[str, Any]:
-        """Returns the keys of ``model=synthetic`` that this model sets."""
         model = self.model
         option = {
             "weights": model.weights[0],
@@ -108,7 +101,6 @@ class FittedModel:
         )
 
     def report(self, lengths: Sequence[int]) -> str:
-        """Describes the model, its checks, and the tokens per pass of chains of such lengths."""
         model, classes = self.model, len(self.model.top1)
         by_depth = "hit rates by depth" if model.depth.any() else "no dependence on the depth"
         lines = [
@@ -137,8 +129,8 @@ def fit_logs(
 ) -> FittedModel:
     """Fits a model to logs of one pair; ranks come from the log with a rank vector, if any.
 
-    The model is fitted to all requests. One of the same size, fitted without every ``holdout``-th
-    request, predicts these; the tokens per pass of further logs (``checks``) are predicted too.
+    One of the same size, fitted without every ``holdout``-th request, predicts these; the tokens
+    per pass of further logs (``checks``) are predicted too.
     """
     vectors = [log.vector for log in logs if log.vector is not None]
     if len(vectors) > 1:
@@ -180,7 +172,6 @@ def fit_logs(
 def _check(
     model: AcceptanceModel, name: str, fitted: Sequence[RequestLog], new: Sequence[RequestLog]
 ) -> HeldOutCheck:
-    """Predicts new requests; the interval has the relative sampling errors of both parts."""
     if not new:
         raise UserError(f"{name!r} has no target passes, so it cannot be a check")
     value, (mean, _) = predicted(model, new), measured(new)

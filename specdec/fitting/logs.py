@@ -6,8 +6,6 @@ wherever in the document the object is. Sources of the engines' keys: vLLM #4891
 log line). All histograms count accepted draft tokens, without the target's own.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -70,7 +68,6 @@ class ReadOptions:
 
 
 def read_log(path: str | Path, options: ReadOptions | None = None) -> AcceptanceLog:
-    """Reads an acceptance log; raises ``UserError`` for an unknown format or a missing option."""
     file, options = Path(path).expanduser(), options or ReadOptions()
     if not file.is_file():
         raise UserError(f"{str(path)!r} is not a file: name an acceptance log")
@@ -91,7 +88,6 @@ def read_log(path: str | Path, options: ReadOptions | None = None) -> Acceptance
 
 
 def _requests(text: str, options: ReadOptions) -> Iterator[RequestLog]:
-    """Reads a JSON document, or its lines if it is not JSON."""
     whole, lines = _json(text), [line.strip().removeprefix("data:") for line in text.splitlines()]
     lists: list[list[int]] = []
     for value in [_json(line) or line for line in lines] if whole is None else [whole]:
@@ -115,7 +111,6 @@ def _json(text: str) -> Any:
 
 
 def _plain_lists(value: Any) -> list[list[int]]:
-    """Returns accepted lengths if a document or line has nothing else: one list per request."""
     if isinstance(value, str):
         plain = re.fullmatch(r"[\d, ]+", value) and not _MATCHES.fullmatch(value)
         return [[int(part) for part in re.findall(r"\d+", value)]] if plain else []
@@ -146,7 +141,6 @@ def _found(value: Any, name: str, options: ReadOptions) -> Iterator[RequestLog]:
 
 
 def _chosen(requests: list[RequestLog], method: str | None) -> list[RequestLog]:
-    """Returns the requests of the chosen method; all of a file that names no methods."""
     methods = list(dict.fromkeys(request.method for request in requests))
     parts = [name for name in methods if not name or (method or "") in name]
     fitting = [name for name in methods if name == method] or parts
@@ -210,7 +204,6 @@ def _llama_cpp(node: Node, options: ReadOptions) -> RequestLog:
 
 
 def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
-    """Reads a list of passes, or one list per model (PipeSpec)."""
     values, turns = node[key], node.get("decoding_steps", ())
     if not isinstance(values, list):
         return None  # a total beside other keys
@@ -223,9 +216,8 @@ def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
 
 
 def _trace(node: Node, options: ReadOptions) -> RequestLog:
-    """Reads passes that start at every position, and picks those that follow each other.
-
-    With ``draft_tokens``, passes are cut to chains of that length.
+    """Reads passes that start at every position, and picks those that follow each other, cut to
+    ``draft_tokens``.
     """
     emitted = _whole(node["acc_len"], "acc_len", 1)
     longest = options.draft_tokens or max(int(emitted.max()) - 1, 1)
@@ -278,10 +270,9 @@ def _whole(values: Any, key: str, least: int = 0) -> IntArray:
 
 
 def _vector(file: Path, options: ReadOptions) -> RankVector | None:
-    """Reads a rank vector; None for another file.
-
-    Known are a torch file (its miss share is element 0, or the last if element 0 is 0), a JSON list
-    of shares, and the row named by ``method`` in a CSV with columns r1, r2, ...
+    """Reads a rank vector from a torch file (its miss share is element 0, or the last if that is
+    0), a JSON list of shares, or the row ``method`` of a CSV with columns r1, r2, ...; None for
+    others.
     """
     if zipfile.is_zipfile(file):
         try:

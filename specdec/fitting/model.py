@@ -23,8 +23,6 @@ of drafts from 68M to 7B (docs/calibration.md has their sources).
 Shape letters: G groups, C classes, D depths, K draft tokens per pass, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,57 +44,45 @@ _MOST_ADAPTIVE = 64  # draft tokens per pass of the adaptive schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceModel:
-    """The parameters of the model; by default one group, one class and no dependence on the depth.
+    """The parameters; by default one group, one class and no dependence on the depth."""
 
-    Attributes:
-        top1: float64[C], hit rate at depth 0.
-        stay: float64[C], probability to keep the class at the next position.
-        depth: float64[D], added to the log odds at each depth; the last entry also applies beyond
-            D.
-        group_shares: float64[G], share of the prompts in each group.
-        weights: float64[G, C], distribution of a newly drawn class; rows sum to 1.
-    """
-
-    top1: FloatArray
+    top1: FloatArray  # float64[C], hit rate at depth 0
+    # float64[C], probability to keep the class at the next position
     stay: FloatArray = field(default_factory=lambda: np.zeros(1))
+    # float64[D], added to the log odds at each depth; the last entry also applies beyond D
     depth: FloatArray = field(default_factory=lambda: np.zeros(1))
+    # float64[G], share of the prompts in each group
     group_shares: FloatArray = field(default_factory=lambda: np.ones(1))
+    # float64[G, C], distribution of a newly drawn class; rows sum to 1
     weights: FloatArray = field(default_factory=lambda: np.ones((1, 1)))
 
     def hit_rates(self, num_depths: int) -> FloatArray:
-        """Returns float64[C, num_depths], the hit rate by class and depth."""
         added = self.depth[np.minimum(np.arange(num_depths), len(self.depth) - 1)]
         odds = logit(np.clip(self.top1, _EDGE, 1.0 - _EDGE))
         rates: FloatArray = expit(odds[:, None] + added)
         return rates
 
     def hit_rate(self) -> float:
-        """Returns the share of positions whose first draft token is right."""
         occupied = self.weights / np.maximum(1.0 - self.stay, _EDGE)
         return float(self.group_shares @ (occupied @ self.top1 / occupied.sum(axis=1)))
 
     def tokens_per_pass(self, num_draft_tokens: int) -> float:
-        """Returns the expected emitted tokens per target pass of a chain of K draft tokens.
-
-        Prompts are assumed to be equally long, so groups are averaged by their passes per token.
+        """Returns the expected emitted tokens per target pass of a chain of K draft tokens, over
+        equally long prompts.
         """
         return self._tokens([num_draft_tokens], [0], [0])
 
     def adaptive_tokens_per_pass(self) -> float:
-        """Returns the same under the schedule of transformers' assisted generation.
-
-        The next pass has two more draft tokens if all were accepted, otherwise one less, but at
-        least 1.
+        """Returns the same under the schedule of transformers' assisted generation: two more draft
+        tokens after all were accepted, otherwise one less, at least 1.
         """
         states = np.arange(_MOST_ADAPTIVE)
         more, less = np.minimum(states + 2, states[-1]), np.maximum(states - 1, 0)
         return self._tokens((states + 1).tolist(), more.tolist(), less.tolist())
 
     def _tokens(self, counts: Sequence[int], more: Sequence[int], less: Sequence[int]) -> float:
-        """Averages over passes of ``counts[i]`` draft tokens.
-
-        After such a pass, i becomes ``more[i]`` if all tokens were accepted, else ``less[i]``. Then
-        i and the class at the starts of passes form a Markov chain, so the average is exact.
+        """Averages over passes of ``counts[i]`` draft tokens, after which i becomes ``more[i]`` if
+        all were accepted, else ``less[i]``: with the class a Markov chain, so the average is exact.
         """
         hits, size = self.hit_rates(max(counts) + 1), (len(counts), len(self.top1))
         passes_per_token = []
@@ -128,13 +114,10 @@ class AcceptanceModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTail:
-    """The parameters of a tail, as in the module's formula."""
-
     decay: float
     miss: float
 
     def shares(self) -> FloatArray:
-        """Returns float64[63], P(rank r | not first) for r = 2 to 64."""
         shape = _RANKS**-self.decay
         result: FloatArray = shape * (1.0 - self.miss) / shape.sum()
         return result
@@ -142,9 +125,8 @@ class RankTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVector:
-    """Measured shares of the target token's rank among the draft's candidates.
-
-    ``shares`` is float64[R], for ranks 1, 2, ...; ``miss`` is the share without a right candidate.
+    """Measured shares of the target token's rank 1, 2, ... among the draft's candidates, and of
+    misses.
     """
 
     name: str
@@ -164,7 +146,6 @@ def rank_vector(name: str, shares: Sequence[float] | FloatArray, miss: float) ->
 
 
 def fit_tail(vector: RankVector) -> RankTail:
-    """Fits a tail by maximum likelihood; ``miss`` reproduces the share beyond the R ranks."""
     below = vector.shares[1 : len(_RANKS) + 1]
     if below.sum() <= 0.0:
         return RankTail(decay=2.0, miss=float(vector.miss > 0.0))
@@ -180,7 +161,6 @@ def fit_tail(vector: RankVector) -> RankTail:
 
 
 def tail_of(hit_rate: float) -> RankTail:
-    """Returns the tail that the regressions predict for a draft of this hit rate."""
     odds = float(logit(np.clip(hit_rate, 0.005, 0.995)))
     decay = float(np.clip(_DECAY[0] + _DECAY[1] * odds, 0.5, 3.0))
     return RankTail(decay=decay, miss=float(expit(_MISS[0] + _MISS[1] * odds)))

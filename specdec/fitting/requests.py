@@ -3,8 +3,6 @@
 Shape letters: N passes, or kinds of passes if a log has only counts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +19,6 @@ _ADAPTIVE_START = 5  # draft tokens of the first pass of transformers' assisted 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLog:
-    """The acceptance of one request."""
-
     accepted: IntArray  # int64[N], accepted draft tokens of each pass
     counts: FloatArray  # float64[N], number of such passes; all 1 if ordered
     drafted: IntArray | None = None  # int64[N], verified draft tokens, if the log has them
@@ -35,8 +31,6 @@ class RequestLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceLog:
-    """The content of a file: requests, or a rank vector."""
-
     path: str
     requests: tuple[RequestLog, ...] = ()
     vector: RankVector | None = None
@@ -45,7 +39,6 @@ class AcceptanceLog:
 def of_passes(
     accepted: IntArray, draft_tokens: int | IntArray | None = None, turns: Sequence[int] = ()
 ) -> RequestLog:
-    """Returns a request of consecutive passes; ``draft_tokens`` is one number or int64[N]."""
     count = len(accepted)
     drafted = None if draft_tokens is None else np.broadcast_to(draft_tokens, count)
     turns = tuple(turns) if sum(turns) == count else ()
@@ -53,9 +46,8 @@ def of_passes(
 
 
 def of_matches(text: str) -> RequestLog:
-    """Returns a request from a text of 1, 0 and ? per position, in passes of 7 draft tokens.
-
-    An unknown position inside a pass ends it: nothing is judged there.
+    """Returns a request from a text of 1, 0 and ? (unknown: ends its pass) per position, in passes
+    of 7 draft tokens.
     """
     passes = re.findall("1{0,6}[0?]|1{7}.|1+$", text)
     accepted = np.array([len(shown) - 1 for shown in passes])
@@ -64,7 +56,6 @@ def of_matches(text: str) -> RequestLog:
 
 
 def of_histogram(counts: Sequence[float] | FloatArray, draft_tokens: int | None) -> RequestLog:
-    """Returns a request in which ``counts[j]`` passes accepted j of ``draft_tokens`` tokens."""
     array, accepted = np.asarray(counts, float), np.arange(len(counts))
     if not (array >= 0).all():
         raise UserError(f"a histogram of accepted tokens has counts of at least 0, not {counts}")
@@ -74,7 +65,6 @@ def of_histogram(counts: Sequence[float] | FloatArray, draft_tokens: int | None)
 
 
 def of_rates(passes: float, rates: Sequence[float]) -> RequestLog:
-    """Returns a request in which ``rates[i]`` of the passes accepted the draft token at depth i."""
     falls = -np.diff([1.0, *rates, 0.0])
     if not (falls >= -0.02).all() or not min(rates) >= 0:
         raise UserError(f"acceptance by position {rates} must fall from at most 1 to at least 0")
@@ -82,9 +72,8 @@ def of_rates(passes: float, rates: Sequence[float]) -> RequestLog:
 
 
 def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> RequestLog:
-    """Returns a request with one hit rate at every position, from the draft tokens of all passes.
-
-    If ``k``, the draft tokens per pass, is None, it is the mean of the passes.
+    """Returns a request with one hit rate at every position; ``k`` draft tokens per pass, by
+    default their mean.
     """
     passes = drafted / k if k else passes
     longest = k or max(round(drafted / passes), 1) if passes else 0
@@ -101,11 +90,9 @@ def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> 
 
 
 def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
-    """Returns the requests of a log that have passes, all with draft tokens per pass.
-
-    If the log does not have them, they follow transformers' schedule, if every pass obeys it and
-    the longest pass exceeds its first number. Otherwise they are the largest number accepted in the
-    log.
+    """Returns the requests of a log that have passes, all with draft tokens per pass: by
+    transformers' schedule, if every pass obeys it and the longest exceeds its first number, else
+    the most accepted.
     """
     requests = [request for request in log.requests if request.counts.any()]
     unknown = [request for request in requests if request.drafted is None]
@@ -125,9 +112,8 @@ def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
 
 
 def _schedule(request: RequestLog) -> IntArray:
-    """Returns int64[N]: 5, then 2 more after a full accept and 1 less (at least 1) otherwise.
-
-    It starts anew at each turn.
+    """Returns int64[N]: 5, then 2 more after a full accept and 1 less (at least 1) otherwise, anew
+    at each turn.
     """
     starts = {0, *np.cumsum(request.turns).tolist()}
     plan: list[int] = []

@@ -8,8 +8,6 @@ Processors and criteria are called once per node or token with the sequence that
 they must depend on their arguments alone. Shape letters: B rows of the batch, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -75,7 +73,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         sequences: int64[B, T], prompts and new tokens, as without ``custom_generate``.
-        origins: for each row and new token the index of the source that proposed it; -1 for none.
+        origins: per row and new token the index of the proposing source; -1 for none.
         finish_reasons: per row eos, length or criteria.
         metrics: metrics of the call (docs/metrics.md).
     """
@@ -103,10 +101,10 @@ def generate(
 ) -> Tensor | SpeculativeOutput:
     """Decodes with a strategy of this library; for ``custom_generate=`` of ``model.generate``.
 
-    transformers prepares the arguments up to ``generation_config``; the others are given to
-    ``model.generate``, which does not pass on ``streamer`` and ``assistant_model``. Greedy tokens
-    equal those of ``model.generate`` itself, up to ties within the rounding of the dtype (``exact``
-    removes these); sampled tokens have its distribution.
+    transformers prepares the arguments up to ``generation_config`` and does not pass on
+    ``streamer`` and ``assistant_model``. Greedy tokens equal those of ``model.generate`` itself, up
+    to ties within the rounding of the dtype (``exact`` removes these); sampled tokens have its
+    distribution.
 
     Args:
         input_ids: int64[B, T], padded on the left.
@@ -117,15 +115,12 @@ def generate(
         eagle_head, exact: see ``LoadedPair``.
         overrides: of source, policy, verifier, executor and serving, as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
-        seed: seed of the draws; if None, sampling takes one from torch's global generator.
+        seed: of the draws; if None, sampling takes one from torch's global generator.
         token_streamer: receives the prompt and each new token; for one row only.
-        model_kwargs: further prepared arguments; those that would have an effect are refused.
+        model_kwargs: prepared arguments; those that would have an effect are refused.
 
     Returns:
         int64[B, T'], shorter rows padded; a ``SpeculativeOutput`` with ``return_dict_in_generate``.
-
-    Raises:
-        UserError: an argument that cannot be honoured, or a strategy that does not fit.
     """
     _check_call(model, generation_config, model_kwargs)
     batch = _Batch(
@@ -194,7 +189,6 @@ def _config(
 
 
 def _streaming(streamer: BaseStreamer) -> Callable[[DecodeState], None]:
-    """Puts new tokens into the streamer after each step, one by one as ``generate`` does."""
     num_put = 0
 
     def put(state: DecodeState) -> None:
@@ -208,12 +202,8 @@ def _streaming(streamer: BaseStreamer) -> Callable[[DecodeState], None]:
 
 
 class _Batch:
-    """The rows of a call of ``generate``.
-
-    Attributes:
-        input_ids: int64[B, T], padded on the left.
-        padding: number of padding tokens of each row.
-        samples: whether tokens are sampled rather than greedy.
+    """The rows of a call of ``generate``: ``input_ids`` int64[B, T] with ``padding`` tokens on the
+    left.
     """
 
     def __init__(
@@ -224,7 +214,6 @@ class _Batch:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
     ) -> None:
-        """Takes a call as prepared by ``generate``, warpers of sampling and pad token included."""
         for processor in processors:
             if isinstance(processor, _WITH_MEMORY):
                 raise UserError(
@@ -258,7 +247,6 @@ class _Batch:
             )
 
     def prompts(self) -> list[TokenPrompt]:
-        """Returns the rows without their padding; ids are row numbers."""
         rows = zip(self.input_ids.cpu().numpy(), self.padding, strict=True)
         return [TokenPrompt(i, np.array(row[pad:], np.int64)) for i, (row, pad) in enumerate(rows)]
 
@@ -296,7 +284,6 @@ class _Batch:
         return SamplingParams(**keys, processors=tuple(processors))  # type: ignore[arg-type]
 
     def joined(self, outputs: Sequence[Sequence[int]]) -> Tensor:
-        """Returns int64[B, T']: the rows with their new tokens, padded on the right."""
         longest, ids = max(map(len, outputs)), self.input_ids
         new = [[*output, *[self._pad] * (longest - len(output))] for output in outputs]
         return torch.cat([ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)], dim=1)
@@ -326,10 +313,8 @@ class _CriteriaStop(StopRules):
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as processors are
 class _InBatch:
-    """Processors of a batch for one of its rows.
-
-    Some processors store a value per row, or count the padding. They get a batch in which every row
-    is this one, with its padding.
+    """Processors of a batch for one of its rows: as some store a value per row, or count the
+    padding, they get a batch in which every row is this one.
     """
 
     processors: LogitsProcessorList
@@ -348,7 +333,6 @@ def _ids(value: int | Sequence[int] | Tensor | None) -> list[int]:
 
 
 def _plain(warper: Any) -> bool:
-    """Whether a warper has the values that ``generate`` gives it without beams."""
     values = vars(warper)
     fills = values.get("filter_value", -float("inf"))
     return fills == -float("inf") and values.get("min_tokens_to_keep", 1) == 1
@@ -389,7 +373,6 @@ def _check_call(
 
 
 def _padding_of(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Returns the number of padding tokens on the left of each row."""
     num_rows, length = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     seen = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids.dtype)

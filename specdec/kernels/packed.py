@@ -6,8 +6,6 @@ torch multiplies 1 to 64 rows more slowly by a plain weight [N, E] than oneDNN b
 Shape letters: E inputs, N outputs.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,10 +47,7 @@ def packed_problem(device: torch.device | str, dtype: torch.dtype) -> str | None
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose packed weight is not a parameter."""
-
     def __init__(self, linear: nn.Linear) -> None:
-        """Packs the weight, unless another slice of the model has packed the same tensor."""
         super().__init__()
         weight = linear.weight
         if weight not in _packed:
@@ -62,7 +57,6 @@ class PackedLinear(nn.Module):
         self._least = _LEAST_ROWS.get(weight.dtype, 0)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [..., E] to [..., N]."""
         if hidden.numel() >= self._least * hidden.shape[-1]:
             return self._product(hidden)
         rows = hidden.flatten(0, -2)
@@ -80,8 +74,7 @@ class PackedLinear(nn.Module):
 def pack(model: nn.Module) -> int:
     """Replaces all linear layers of a runner's own copy in place and returns their number.
 
-    The model that was copied keeps the plain weights; if they are mapped from a file, Linux frees
-    their memory and reads them again if needed.
+    The plain weights stay in the copied model; Linux frees those that are mapped from a file.
     """
     found = [
         (child, parent, name)
@@ -104,7 +97,6 @@ def pack(model: nn.Module) -> int:
 
 
 def _mapped_files() -> list[range]:
-    """Returns the address ranges at which files are mapped; empty on systems without /proc."""
     try:
         lines = _MAPS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from specdec.errors import UserError
 
-MAX_ROWS = 64
-"""Larger passes run through cuBLAS, which multiplies many rows in larger tiles."""
-
+MAX_ROWS = 64  # larger passes run through cuBLAS, which multiplies many rows in larger tiles
 _MIN_DOT = 16  # smallest dimension of a product on tensor cores
 _BLOCK_OUT = 32
 _BLOCK_IN = 64
@@ -56,11 +54,8 @@ def _gated(  # type: ignore[no-untyped-def]
 
 
 def swiglu(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Computes silu(hidden gate^T) * (hidden up^T), [R, F], in float32, float16 or bfloat16.
-
-    Args:
-        hidden: [R, E], last dimension contiguous.
-        gate, up: [F, E], contiguous.
+    """Computes silu(hidden gate^T) * (hidden up^T), [R, F], in float32, float16 or bfloat16, from
+    [R, E] and [F, E] (contiguous).
     """
     (num_rows, num_in), num_out = hidden.shape, len(gate)
     output = torch.empty(num_rows, num_out, dtype=hidden.dtype, device=hidden.device)
@@ -82,8 +77,6 @@ def swiglu(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGLU(nn.Module):
-    """Replaces a gated MLP; passes of more than ``MAX_ROWS`` rows run through the original."""
-
     def __init__(self, mlp: Any) -> None:
         super().__init__()
         self._mlp = mlp

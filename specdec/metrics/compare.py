@@ -1,9 +1,6 @@
-"""Builds one row of a comparison: medians over repeats, ratios to ``ar``, equality of tokens.
-
-``ar`` is plain decoding.
+"""Builds one row of a comparison: medians over repeats, ratios to ``ar`` (plain decoding), equality
+of tokens.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -29,14 +26,12 @@ def comparison_row(
     *,
     claims: str = "token",
 ) -> dict[str, Any]:
-    """Returns one row of ``comparison.json`` from the repeats of a strategy.
+    """Returns one row of ``comparison.json`` from the repeats of a strategy; ValueError without
+    runs, or if ``ar`` has another number of repeats.
 
-    The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` = [minimum,
-    maximum] of the main times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names.
-    Tokens are compared only if the verifier ``claims`` (``types.Lossless``) "token".
-
-    Raises:
-        ValueError: there are no runs, or ``ar`` has another number of repeats.
+    The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main
+    times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names. Tokens are compared
+    only if the verifier ``claims`` (``types.Lossless``) "token".
     """
     if not runs:
         raise ValueError(f"{strategy}: no finished repeat to report")
@@ -80,18 +75,17 @@ def _range(values: list[float]) -> list[float] | None:
 
 
 def speed_ratios(runs: Sequence[Run], ar_runs: Sequence[Run]) -> list[float]:
-    """Returns the ratio of decode speeds of each repeat in which both are known."""
     pairs = zip(runs, ar_runs, strict=True)
     speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
     return [speed / plain for speed, plain in speeds if speed is not None and plain]
 
 
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
-    """Predicts the speed-up over ``ar`` from the run's own counts, on any clock and executor.
+    """Predicts the speed-up over ``ar`` from the run's own counts, on any clock and executor; None
+    without a speed of ``ar``, or without a latency.
 
     With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns * t / L
-    seconds plus its drafting time (docs/metrics.md). Returns None if ``ar`` has no speed or an
-    executor has no latency.
+    seconds plus its drafting time.
     """
     speed, totals = decode_speed(ar.results), run.totals
     ways = []  # through the target, per token
@@ -120,19 +114,16 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 def lossless_against(
     rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
 ) -> dict[str, Any]:
-    """Compares a strategy's outputs with those of ``ar`` in the same run.
+    """Compares a strategy's outputs with those of ``ar`` in the same run; ValueError if results of
+    ``ar`` differ.
 
-    Prompts that only one side has and outputs that end early count as different. Every repeat of a
-    prompt is compared with its first ``ar`` result. There is no tolerance for numerical ties
-    (``certify.numerics`` has one). Unless ``claims_tokens``, nothing is compared.
+    Prompts that only one side has and outputs that end early count as different. Every repeat is
+    compared with the first ``ar`` result, without tolerance for ties (``certify.numerics`` has
+    one).
 
-    Returns:
-        ``lossless``, None if nothing was compared; ``num_compared`` outputs, ``num_differing``
-        prompts, and ``differing``: the first difference of each output in the order of the prompts,
-        at position -1 if an output is missing; a token is None after the end of the shorter output.
-
-    Raises:
-        ValueError: the ``ar`` results of one prompt differ from each other.
+    Returns ``lossless``, None if nothing was compared; ``num_compared`` outputs, ``num_differing``
+    prompts, and ``differing``: the first difference of each output, at position -1 if an output is
+    missing; a token is None after the end of the shorter output.
     """
     expected: dict[int, tuple[int, ...]] = {}
     for row in ar_rows if claims_tokens else ():
@@ -166,15 +157,13 @@ def lossless_against(
 
 
 def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
-    """Returns the decode phases of the prompts that both sides have, in each repeat.
-
-    Columns: ``tokens``, ``seconds``, ``ar_tokens``, ``ar_seconds``; index: repeat and prompt id.
+    """Returns ``tokens``, ``seconds``, ``ar_tokens``, ``ar_seconds`` of the prompts that both sides
+    have; index: repeat and prompt id.
     """
     return decode_phases(runs).join(decode_phases(ar_runs).add_prefix("ar_"), how="inner")
 
 
 def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
-    """Returns ``tokens`` and ``seconds`` of each decode phase; index: repeat and prompt id."""
     rows = [
         (repeat, result.id, phase.tokens, phase.seconds)
         for repeat, run in enumerate(runs)
@@ -186,7 +175,6 @@ def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[np.float64]:
-    """float64[P]: ratio of decode speeds per prompt, with repeats pooled."""
     return _ratios(paired_phases(runs, ar_runs).groupby("id").sum()).to_numpy()
 
 
@@ -196,9 +184,8 @@ def speed_ratio_interval(
     *,
     num_resamples: int = 2000,
 ) -> list[float] | None:
-    """Returns the 95 % bootstrap interval of the ratio of decode speeds over prompts.
-
-    Repeats of a prompt are pooled. None with fewer than two common prompts, or without times.
+    """Returns the 95 % bootstrap interval of the ratio of decode speeds over prompts, with repeats
+    pooled; None with fewer than two common prompts, or without times.
     """
     ours, plain = (
         decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
@@ -222,7 +209,6 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Resamples the rows of a table, whose columns are the arguments of ``statistic``."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():

@@ -33,15 +33,12 @@ class SourceCounters:
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorCounters:
-    """Raw counts of an executor's target work; ``RunTotals`` has them too."""
-
     passes: int = 0  # batches with tree nodes
     prefill_passes: int = 0  # batches with prompt rows only
     rows: int = 0  # tree nodes
     prefill_rows: int = 0  # prompt rows
 
     def count(self, batch: Batch) -> None:
-        """Counts a batch that is submitted to the target."""
         nodes, tokens = batch.num_nodes, batch.num_tokens
         self.passes += nodes > 0
         self.prefill_passes += nodes == 0 < tokens
@@ -75,14 +72,12 @@ class RequestCounters:
 
     @staticmethod
     def sum(parts: Sequence[RequestCounters]) -> RequestCounters:
-        """Adds the counts of several requests."""
         names = [f.name for f in fields(RequestCounters)] if parts else []
         return RequestCounters(**{n: total([getattr(p, n) for p in parts]) for n in names})
 
     def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
-        """Counts one answer with ``depth`` accepted draft tokens; ``hit`` if the tree had the next.
-
-        ``num_verified`` is the number of candidates that the target judged.
+        """Counts one answer with ``depth`` accepted draft tokens and ``num_verified`` judged
+        candidates.
         """
         self.answers += 1
         self.accepted += depth

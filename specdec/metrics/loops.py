@@ -1,7 +1,5 @@
 """Measures looping text, which raises the acceptance rate of every speculative method."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -11,10 +9,8 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks, as bool[T], the generated tokens that end an n-gram generated before.
-
-    The first n - 1 are False, and an n-gram's first occurrence is not marked; overlapping n-grams
-    count.
+    """Marks, as bool[T], the generated tokens that end an n-gram generated before (overlapping ones
+    count).
     """
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)
@@ -28,6 +24,5 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
 
 
 def loop_share(outputs: Iterable[Sequence[int]], n: int = NGRAM) -> float | None:
-    """Returns the share of ``repeated_ngrams`` in all outputs; None without tokens."""
     repeated = np.concatenate([np.zeros(0, bool), *(repeated_ngrams(out, n) for out in outputs)])
     return int(repeated.sum()) / len(repeated) if len(repeated) else None

@@ -1,9 +1,4 @@
-"""Derives all rates from raw counts.
-
-A rate is None if its denominator is zero or if it does not apply to the strategy.
-"""
-
-from __future__ import annotations
+"""Derives all rates from raw counts; one without a denominator, or that does not apply, is None."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +33,7 @@ _LOST_STEPS = ("fill_steps", "flush_steps", "refill_steps")
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
-    """Returns all metrics of one repeat of a strategy by name, as JSON values.
-
-    docs/metrics.md defines them. Asserts that the counts are consistent.
-    """
+    """Returns all metrics of one repeat of a strategy by name (docs/metrics.md), as JSON values."""
     for result in results:
         check_invariants(result, level_per_step=totals.level_per_step)
     c = RequestCounters.sum([result.counters for result in results])
@@ -97,10 +89,8 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
 
 
 def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
-    """Asserts the relations between the counts of one request; tokens include those that were cut.
-
-    Always: tokens = accepted + answers, and answers = hits + misses. With one level per step no
-    token is accepted below an answered one, so tokens = hits + misses.
+    """Asserts the relations between the counts of one request: tokens (with those cut) = accepted +
+    answers, and answers = hits + misses; with one level per step also tokens = hits + misses.
     """
     c, name = result.counters, f"request {result.id}"
     decided = len(result.output) + c.cut_tokens
@@ -119,10 +109,8 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
 
 
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
-    """Returns (accepted draft tokens, candidates judged by the target).
-
-    If trees are answered in parts, a hit is an accepted draft token whose own answer is still in
-    flight. Neither counter includes it, so it is added to both.
+    """Returns (accepted draft tokens, candidates judged by the target), with hits, which are
+    accepted but whose own answer is still in flight, if trees are answered in parts.
     """
     in_flight = 0 if totals.whole_tree else counters.hits
     return counters.accepted + in_flight, counters.verified + in_flight
@@ -134,9 +122,8 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
-    """Maps each bucket's (exclusive) end to the share of its tokens that a source proposed.
-
-    Buckets are of context length, which is the number of prompt and output tokens before a token.
+    """Maps each bucket's (exclusive) end of context length to the share of its tokens that a source
+    proposed.
     """
     # frexp returns the number of bits of an integer.
     return _drafted_by(
@@ -147,7 +134,6 @@ def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
 def _drafted_by(
     results: Sequence[RequestResult], bucket_of: Callable[[RequestResult, IntArray], IntArray]
 ) -> dict[int, float]:
-    """Averages over the tokens of each bucket; ``bucket_of`` gets the positions of an output."""
     buckets = [bucket_of(r, np.arange(len(r.origins))) for r in results]
     drafted = pd.Series([origin >= 0 for r in results for origin in r.origins], dtype=float)
     return drafted.groupby(np.concatenate([np.zeros(0, int), *buckets])).mean().to_dict()
@@ -156,11 +142,9 @@ def _drafted_by(
 def speculative_decoding(
     counters: RequestCounters, *, whole_tree: bool, each_step: bool = False
 ) -> dict[str, Any] | None:
-    """Returns acceptance under the keys of vLLM's ``metrics.speculative_decoding``.
-
-    The keys and definitions are those of vLLM #48915, which SGLang and llama.cpp share, so readers
-    of such objects (``specdec fit``) also read this library's result files. Returns None without
-    draft tokens or unless ``whole_tree``. ``each_step`` adds ``per_step_accepted`` of one request.
+    """Returns acceptance under the keys of vLLM's ``metrics.speculative_decoding`` (vLLM #48915,
+    shared by SGLang and llama.cpp and read by ``specdec fit``); None without draft tokens or unless
+    ``whole_tree``. ``each_step`` adds ``per_step_accepted`` of one request.
     """
     drafted, accepted, lengths = counters.proposed, counters.accepted, counters.path_lengths
     if not whole_tree or not drafted or not lengths:

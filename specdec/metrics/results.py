@@ -1,6 +1,5 @@
-"""Raw counts of finished requests and of whole runs, from which all rates are derived.
-
-Baselines and our own strategies fill the same two classes.
+"""Raw counts of finished requests and of whole runs, also of baselines, from which all rates are
+derived.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class RequestResult:
         assert len(lengths) == 1, f"request {self.id}: token, origin and time counts {lengths}"
 
     def to_json(self) -> dict[str, Any]:
-        """Converts to plain values for one line of ``requests.jsonl``."""
         # Not asdict, which makes other counters of a Counter in Python 3.11.
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
@@ -47,7 +45,6 @@ class RequestResult:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RequestResult:
-        """Inverts ``to_json``; raises KeyError or TypeError if keys are missing or unknown."""
         counters = dict(values["counters"])
         for name in _HISTOGRAMS:
             counters[name] = Counter({int(k): v for k, v in counters[name].items()})
@@ -116,7 +113,6 @@ class RunTotals:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunTotals:
-        """Inverts ``dataclasses.asdict`` and JSON."""
         law, busy_s = values.get("law"), values.get("stage_busy_s")
         busy_s = busy_s and {int(rank): seconds for rank, seconds in busy_s.items()}
         law = law and SpeedupLaw(**law)
@@ -132,8 +128,6 @@ _PEAK = "kv_peak_tokens"  # a maximum, not summed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One repeat of one strategy."""
-
     results: tuple[RequestResult, ...]
     totals: RunTotals
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +30,14 @@ class SpeedupLaw:
         return self.plain / (alpha * self.accepted + (1.0 - alpha) * self.rejected)
 
     def of(self, metrics: dict[str, Any]) -> float | None:
-        """Returns the speed-up at a run's measured acceptance rate; None if that is undefined."""
         alpha = metrics[self.alpha]
         return None if alpha is None else self.speedup(alpha)
 
 
 def expected_accepted(alpha: float, gamma: int) -> float:
-    """Returns the expected number of accepted tokens among ``gamma`` draft tokens.
-
-    It is ``alpha (1 - alpha^gamma) / (1 - alpha)`` (Leviathan et al. 2023, Eq. 1, without the
-    target's own token). ``alpha`` is the chance that a draft token is accepted if all before it
-    were; ValueError if it is outside 0 .. 1.
+    """Returns ``alpha (1 - alpha^gamma) / (1 - alpha)``, the expected number of accepted tokens
+    among ``gamma`` draft tokens (Leviathan et al. 2023, Eq. 1, without the target's own token);
+    ValueError for ``alpha`` outside 0 .. 1.
     """
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha={alpha} must be a probability")

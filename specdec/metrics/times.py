@@ -1,7 +1,5 @@
 """Times per token and per request, from emission times on the run's clock."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +13,8 @@ _Seconds = Sequence[float] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """A request after its first emission.
-
-    Tokens emitted together with the first one belong to the prefill; the decode phase starts at
-    that time with the next token.
+    """A request after its first emission, at whose time the decode phase starts with the next
+    token.
     """
 
     tokens: int  # emitted later than the first
@@ -27,7 +23,6 @@ class DecodePhase:
 
 
 def decode_phase(result: RequestResult) -> DecodePhase:
-    """Returns a request's decode phase, which is empty if all tokens were emitted together."""
     times = np.asarray(result.emitted_s, np.float64)
     if not len(times):
         return DecodePhase(0, 0.0, times)
@@ -42,7 +37,6 @@ def all_gaps(results: Sequence[RequestResult]) -> npt.NDArray[np.float64]:
 
 
 def decode_speed(results: Sequence[RequestResult]) -> float | None:
-    """Returns tokens per second over all decode phases; None if they take no time."""
     phases = [decode_phase(result) for result in results]
     seconds = sum(phase.seconds for phase in phases)
     return sum(phase.tokens for phase in phases) / seconds if seconds > 0 else None
@@ -51,8 +45,7 @@ def decode_speed(results: Sequence[RequestResult]) -> float | None:
 def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
     """Returns latencies and speeds by name (docs/metrics.md); undefined ones are None.
 
-    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: both cover the decode phases, where tokens of
-    one emission have a gap of 0. ``clock_s`` is the duration of the run on its clock.
+    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: tokens of one emission have a gap of 0.
     """
     gaps, new_tokens = all_gaps(results), sum(len(result.output) for result in results)
     means = [phase.gaps_s.mean() for phase in map(decode_phase, results) if phase.tokens]

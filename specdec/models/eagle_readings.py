@@ -6,8 +6,6 @@ else reveals the error.
 Shape letters: S tokens of a text, A drafts.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
@@ -30,20 +28,11 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One way to read a head.
-
-    Attributes:
-        name: what is read otherwise than the folder says.
-        read_by: software that reads heads in this way; "" if unknown.
-        normed: whether version 1 reads the target's last state after its final norm.
-        remedy: entries of config.json that state this reading; "" if there are none.
-    """
-
     config: EagleConfig
-    name: str = AS_ON_DISK
-    read_by: str = ""
-    normed: bool = True
-    remedy: str = ""
+    name: str = AS_ON_DISK  # what is read otherwise than the folder says
+    read_by: str = ""  # software that reads heads in this way; "" if unknown
+    normed: bool = True  # whether version 1 reads the target's last state after its final norm
+    remedy: str = ""  # entries of config.json that state this reading; "" if there are none
 
 
 def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
@@ -96,7 +85,6 @@ def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
 
 
 def load_reading(files: HeadFiles, reading: Reading, frozen: FrozenModel) -> EagleHead:
-    """Loads the head under a reading; weights that it does not use are left out."""
     config, model, kept = reading.config, frozen.model, copy.copy(files)
     used = {"fc_norm.": config.fc_norm, "input_norm.": config.norm_before_fc}
     used |= {"fc.bias": config.fc_bias, "embed_tokens.": config.own_embedding}
@@ -115,11 +103,10 @@ def accepted(
     *,
     normed: bool = True,
 ) -> list[Tensor]:
-    """Compares drafts of the ``num_tokens`` likeliest tokens with the target's own texts.
+    """Compares drafts of the ``num_tokens`` likeliest tokens, after every position outside loops,
+    with the target's own texts (int64[S] each, with the length of the prompt).
 
-    There is a draft after every position of a text outside repetition loops. ``texts`` are tokens,
-    int64[S], with the number of those that are the prompt. Returns int64[A] per text: how many of
-    the first tokens of each draft are right.
+    Returns int64[A] per text: how many of the first tokens of each draft are right.
     """
     found, dtype = [], frozen.model.get_input_embeddings().weight.dtype
     layers = [layer + 1 for layer in head.config.layers]

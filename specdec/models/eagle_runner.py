@@ -42,14 +42,10 @@ class HeadOutput:
 
 
 class EagleRunner:
-    """Runs a head over the rows of one or more requests.
+    """Runs a copy of a head over the rows of one or more requests.
 
-    Attributes:
-        head: a copy of the modules that shares their weights.
-        max_positions: largest number of rows of a cache.
-        weight_bytes: bytes of weights that a pass reads, including those shared with the target,
-            but not rows of the embedding matrix.
-        own_bytes: bytes of the head's own weights.
+    ``weight_bytes`` are those that a pass reads, including those shared with the target but not the
+    embedding's rows; ``own_bytes`` those of the head's own weights.
     """
 
     def __init__(
@@ -60,10 +56,8 @@ class EagleRunner:
         attention: str = Attention.DENSE,
         backend: str = "eager",
     ) -> None:
-        """Wraps a head in evaluation mode, whose weights must not change afterwards.
-
-        ``backend`` is "eager" for PyTorch or "onnx" for ONNX Runtime, whose passes are first
-        compared with eager ones on a few tokens.
+        """Wraps a head in evaluation mode, whose weights must not change afterwards; passes of
+        ``backend`` "onnx" are first compared with eager ones on a few tokens.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -89,7 +83,6 @@ class EagleRunner:
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3], meter: Meter) -> EagleRunner:
-        """Wraps the pair's head, see ``HuggingFacePair.eagle_head``."""
         head = pair.eagle_head(version)
         backend = pair.backend_of(head.config.llama())
         return cls(head, meter=meter, attention=pair.attention, backend=backend)
@@ -125,8 +118,8 @@ class EagleRunner:
         """Runs one packed pass and fills the caches.
 
         Args:
-            rows: results of ``TreeCache.rows`` or ``rewritten`` in packing order; several of one
-                cache see those before them.
+            rows: results of ``TreeCache.rows`` or ``rewritten``; several of one cache see those
+                before.
             features: [F, S], the target's hidden states of the position before each of F rows.
             feature_rows: int64[F], packed indices of these rows, increasing.
             states: [R - F, E], the head's own output at the parents of the other rows, in packed
@@ -145,7 +138,6 @@ class EagleRunner:
         states: Tensor,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        """Returns states [R, E] and logits [A, U] of one packed pass in PyTorch."""
         tokens = np.concatenate([part.tokens for part in rows])
         positions = np.concatenate([part.positions for part in rows])
         step = AttentionPlan(rows=rows, first_layer=0, kernel=self._kernel)
@@ -163,7 +155,6 @@ class EagleRunner:
     def _inputs(
         self, num_rows: int, features: Tensor, feature_rows: IntArray, states: Tensor
     ) -> Tensor:
-        """Returns the state that each row reads, [R, E]."""
         if not len(feature_rows):
             return states
         fused = self.head.states(features.to(self.device, self.spec.dtype))
@@ -201,9 +192,8 @@ class EagleRunner:
 
 
 def rewritten(cache: TreeCache, tokens: IntArray, start: int) -> Rows:
-    """Returns rows that compute entries of a cache's prefix again, in place.
-
-    ``tokens`` are int64[R]; ``start`` is the slot, and so the position, of the first entry.
+    """Returns rows that compute entries of a cache's prefix again, in place, from slot ``start``;
+    ``tokens`` are int64[R].
     """
     num = len(tokens)
     assert start + num <= cache.cached_len, "only entries of the prefix can be computed again"

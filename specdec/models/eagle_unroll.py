@@ -9,8 +9,6 @@ Shape letters: B sequences, S positions, T = S - 1 rows, A chosen rows, E hidden
 feature, H query heads, G key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -20,26 +18,21 @@ from specdec.models.eagle import EagleHead, causal
 
 
 class _Unrolled:
-    """Attention of the steps; see ``models.eagle.Attend``."""
-
     def __init__(self) -> None:
         self._first: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values of step 0
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> those of later steps
         self._visible_AT: Tensor | None = None
 
     def first(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends causally in step 0 and stores keys and values for later steps."""
         self._first[layer], self._own[layer] = (key, value), []
         return causal(layer, query, key, value)
 
     def choose(self, rows_A: Tensor) -> None:
-        """Sets the rows of later steps; each sees the rows of step 0 up to itself."""
         length = next(iter(self._first.values()))[0].shape[2]
         columns_T = torch.arange(length, device=rows_A.device)
         self._visible_AT = columns_T <= rows_A[:, None]
 
     def later(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends to rows of step 0 and to each row's own keys of steps 1 to s."""
         keys, values = self._first[layer]
         own = self._own[layer]
         own.append((key, value))
@@ -61,14 +54,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yields the head's outputs of each step, [B, T, E] for step 0, then [B, A, E].
 
-    Row i of step s embeds token i + 1 + s of the text and predicts the one after it, with the
-    target's features up to position i. At step 0 there are rows for all positions but the last.
-
-    Args:
-        tokens_BS: int64[B, S].
-        features: [B, S, F], hidden states ``head.config.names`` of the target, concatenated.
-        steps: number of steps, at least 1.
-        rows_A: int64[A], rows of the later steps; each at most S - 1 - steps. Default: all such.
+    Row i of step s embeds token i + 1 + s of ``tokens_BS`` and predicts the one after it, with the
+    target's ``features`` [B, S, F] up to position i. At step 0 there are rows for all positions but
+    the last; ``rows_A``, int64[A], at most S - 1 - steps, are those of later steps. Default: all.
     """
     attention = _Unrolled()
     length = tokens_BS.shape[1] - 1

@@ -1,29 +1,19 @@
 """Execution options of a runner: CUDA graphs, fused kernels, ``torch.compile``, backend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Options that change the speed of a pass, and its results at most by rounding.
+    """Options that change the speed of a pass, and its results at most by rounding."""
 
-    Attributes:
-        graphs: one of ``specdec.models.runner.GRAPHS``.
-        kernels: "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a
-            CPU.
-        backend: "eager" for PyTorch, "onnx" for ONNX Runtime.
-        bits: of the weights of quantised matrices in ONNX Runtime; None: float32.
-        exact: whether a row's bits must not depend on the other rows.
-    """
-
-    graphs: str = "off"
+    graphs: str = "off"  # one of ``specdec.models.runner.GRAPHS``
+    # "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a CPU
     kernels: str = "torch"
     compile: bool = False
-    backend: str = "eager"
-    bits: int | None = None
-    exact: bool = False
+    backend: str = "eager"  # "eager" for PyTorch, "onnx" for ONNX Runtime
+    bits: int | None = None  # of the weights of quantised matrices in ONNX Runtime; None: float32
+    exact: bool = False  # whether a row's bits must not depend on the other rows
 
 
 PLAIN = Execution()

@@ -1,12 +1,10 @@
 """Exit heads of any transformers model, which compute logits from an inner layer's hidden states.
 
-A norm head is a norm and an output matrix. A transformer head is a decoder layer of the target's
-kind, a norm and an output matrix (PPSD 5.3); a runner treats it as the last layer of a model of
-``layer`` + 1 layers, so no family needs specific code.
+A norm head is a norm and an output matrix; a transformer head has a decoder layer of the target's
+kind before them (PPSD 5.3), which a runner treats as the last layer of a model of ``layer`` + 1.
 
-Heads may predict a draft vocabulary of fewer tokens: their output matrix has a row for each of
-them, and ``output.ids`` are their ids in the target. A folder's heads that share such a matrix
-store it once, in ``vocabulary.safetensors``.
+Heads may predict a draft vocabulary: their output matrix has a row for each of its tokens, and
+``output.ids`` are the ids in the target. A matrix that a folder's heads share is stored once.
 
 Shape letters: R rows, E hidden size, V vocabulary, U draft vocabulary.
 """
@@ -32,22 +30,14 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of an exit head after ``layer`` layers of the target.
-
-    Attributes:
-        kind: "norm" or "transformer" (``model.exit_head``).
-        tensors: ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids``
-            (default: all tokens) and, for a transformer head, ``layer.*`` with the target's
-            parameter names.
-    """
-
-    kind: str
+    kind: str  # "norm" or "transformer" (``model.exit_head``)
     layer: int
+    # ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids`` (default:
+    # all tokens) and, for a transformer head, ``layer.*`` with the target's parameter names
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def from_pair(cls, pair: Any, *, layer: int) -> HeadWeights:
-        """Returns the head after ``layer`` layers; untrained if the pair has no folder of heads."""
         if pair.heads_folder is None:
             return untrained_head(pair.part(layer, pair.num_layers), pair.options.exit_head, layer)
         return read_head(pair.heads_folder, pair.options.exit_head, layer)
@@ -58,7 +48,6 @@ class HeadWeights:
 
 
 def read_head(folder: Path, kind: str, layer: int) -> HeadWeights:
-    """Reads ``folder``/KIND-LAYER.safetensors."""
     path = folder / f"{kind}-{layer}.safetensors"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in folder.glob("*.safetensors"))) or "no heads"
@@ -75,9 +64,8 @@ VOCABULARY = "vocabulary.safetensors"
 
 
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
-    """Reads a head's weights by name; its metadata, such as its kind, must equal ``expected``.
-
-    An output matrix that the folder's heads share is among them.
+    """Reads a head's weights by name, with an output matrix that the folder shares; ``expected`` is
+    in its metadata.
     """
     tensors, metadata = _read(path)
     stored = {key: metadata.get(key) for key in expected}
@@ -105,9 +93,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, object]) -> None:
-    """Writes a head, which ``read_tensors`` reads; ``about`` has its kind, layer and offset.
-
-    ``about["reduced"]`` says whether its output matrix is one of a draft vocabulary.
+    """Writes a head for ``read_tensors``; ``about`` has its kind, layer, offset, and whether its
+    matrix is ``reduced``.
     """
     metadata = {"format": "pt"} | {key: str(value) for key, value in about.items()}
     write_bytes(path, save(dict(tensors), metadata=metadata))
@@ -126,15 +113,13 @@ def save_vocabulary(ids: Tensor, matrix: Tensor, folder: Path) -> None:
 
 
 class ReducedOutput(nn.Linear):
-    """An output matrix of a draft vocabulary; other tokens have the logit -inf.
-
-    ``places``, int64[V], has each token's row in the matrix, and U for those without one.
+    """An output matrix of a draft vocabulary; other tokens have the logit -inf. ``places``,
+    int64[V], has each token's row in the matrix, U for those without one.
     """
 
     places: Tensor
 
     def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
-        """``weight`` is [U, E], ``ids`` int[U]."""
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("places", places_of(ids, vocab_size).to(weight.device))
@@ -144,7 +129,6 @@ class ReducedOutput(nn.Linear):
 
 
 def places_of(ids: Tensor, vocab_size: int) -> Tensor:
-    """Returns ``ReducedOutput.places``."""
     ids = ids.long()
     if len(ids) and int(ids.max()) >= vocab_size:
         raise UserError(
@@ -160,7 +144,6 @@ def spread(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:
-    """Combines the target's final norm, output matrix and next layer into an untrained head."""
     tensors = {f"norm.{n}": p for n, p in final_norm(target).named_parameters()}
     tensors["output.weight"] = target.get_output_embeddings().weight
     if kind == "transformer":
@@ -172,8 +155,8 @@ def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeight
 def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     """Returns a model of ``head.layer`` + 1 layers with the head's last layer, norm and output.
 
-    The other layers, and a norm head's last layer, are the target's; they are shared and never run.
-    ``target`` is not changed; it may be some layers of ``load_model`` only.
+    The other layers, and a norm head's last layer, are those of ``target`` (perhaps only some
+    layers of ``load_model``), shared and never run.
     """
     own = shared_copy(target)
     layers = keep_layers(own, 0, head.layer + 1)

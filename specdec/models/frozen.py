@@ -1,8 +1,7 @@
 """Whole-sequence passes of a frozen model of any family, with access to its layers.
 
-transformers' own forward runs every part, so no family needs specific code: a single layer, or the
-final norm and the output head alone, run in a copy of the module tree whose list of layers is cut.
-Gradients pass through; the model itself gets none.
+A single layer, or the final norm and output head alone, run by transformers' own forward in a copy
+of the module tree whose list of layers is cut. Gradients pass through; the model itself gets none.
 
 Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 """
@@ -21,15 +20,13 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 
 
 class FrozenModel(nn.Module):
-    """A model whose weights do not change, and its parts.
-
-    Products run in ``compute_dtype`` by torch.autocast; weights and residuals keep their dtype.
+    """A model whose weights do not change, and its parts; products run in ``compute_dtype`` by
+    torch.autocast.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32
     ) -> None:
-        """Wraps a model, of which no parameter requires gradients afterwards."""
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
@@ -57,9 +54,8 @@ class FrozenModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Returns residual streams, float32[B, S, E], after these numbers of layers and after all.
-
-        The last one is taken before the final norm.
+        """Returns residual streams, float32[B, S, E], after these numbers of layers and after all
+        (before the norm).
         """
         streams: dict[int, Tensor] = {}
         numbers = {*after, self.num_layers}
@@ -82,7 +78,6 @@ class FrozenModel(nn.Module):
             return self._output(x_BSE).to(x_BSE.device).float()
 
     def run_layer(self, layer: nn.Module, x_BSE: Tensor, number: int) -> Tensor:
-        """Returns the residual stream after ``layer``, which runs in place of layer ``number``."""
         if number not in self._single:
             self._single[number] = _OneLayer(self.model, number)
         with self.autocast():
@@ -90,15 +85,12 @@ class FrozenModel(nn.Module):
 
 
 class _Output:
-    """A copy of the module tree without layers, whose norm and output head are used."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = shared_copy(model)
         keep_layers(self._model, 0, 0)
         self._norm = final_norm(model, self._model)
 
     def __call__(self, x_BSE: Tensor) -> Tensor:
-        """Returns the logits of the residual stream after the last layer."""
         norm: Tensor = next(self._norm.parameters())
         x_BSE = x_BSE.to(norm.device, norm.dtype)
         hook = self._norm.register_forward_pre_hook(lambda _, args: (x_BSE, *args[1:]))
@@ -110,8 +102,6 @@ class _Output:
 
 
 class _OneLayer:
-    """A copy of the module tree, sharing its weights, that runs one layer on a given input."""
-
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         self._model = shared_copy(model)
         self._layers = keep_layers(self._model, number, number + 1)

@@ -5,8 +5,6 @@ with the file's configuration, tokenizer and chat template. Stages, shares of ma
 then load single tensors of the folder, as of any other model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import sys
@@ -21,10 +19,8 @@ _MAGIC = b"GGUF"
 
 
 def unpacked(path: Path) -> Path:
-    """Returns the folder of a GGUF file's model, which the first call writes.
-
-    Raises:
-        UserError: the file is no GGUF, or transformers cannot read its architecture or tokenizer.
+    """Returns the folder of a GGUF file's model, which the first call writes; refuses what
+    transformers cannot read.
     """
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:

@@ -1,10 +1,6 @@
-"""Checks a model folder before loading it: fast, and without importing torch.
-
-Every wrong model path or damaged folder raises a ``UserError`` that names the value and the remedy,
-instead of a traceback in a worker minutes later.
+"""Checks a model folder before loading it, fast and without importing torch: every wrong path or
+damaged folder raises a ``UserError`` that names the value and the remedy.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -23,14 +19,12 @@ from specdec.models.gguf import SUFFIX, unpacked
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-CERTIFIED = frozenset(
+CERTIFIED = frozenset(  # families whose tree attention is tested against transformers' own forward
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2"),
         *("gpt_neox", "phi3", "olmo2", "opt", "gpt_bigcode", "starcoder2"),
     }
 )
-"""Families whose tree attention is tested against transformers' own forward."""
-
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal language models' class names
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -41,10 +35,8 @@ _LFS = b"version "  # first bytes of a git-lfs pointer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Properties of a model folder; sizes are 0 if the config omits them.
-
-    ``tied`` says whether the output head shares the embeddings' weights; ``tensors`` maps tensor
-    names to the file names of their shards.
+    """Properties of a model folder, sizes 0 if the config omits them; ``tied``: the output head has
+    the embeddings' weights; ``tensors`` maps names to the files of their shards.
     """
 
     path: Path
@@ -60,10 +52,8 @@ class ModelInfo:
 def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     """Checks that a model can be loaded, without loading it; returns a ``ModelInfo`` unchanged.
 
-    If there is no such folder, the name is the id of a Hugging Face repository (looked up in the
-    local hub cache, then on the network). Anything that could not be loaded raises a UserError:
-    damaged or missing files, other formats than safetensors, custom code, other models than
-    decoder-only ones.
+    Without such a folder the name is that of a Hugging Face repository. Refused are damaged or
+    missing files, other formats than safetensors, custom code, other models than decoder-only ones.
     """
     if isinstance(path_or_id, ModelInfo):
         return path_or_id
@@ -87,9 +77,8 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
 
 
 def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
-    """Checks the models of a pair by name (``target``, others or None), without loading them.
-
-    All but ``translated``, which has its own tokenizer, must have the target's token ids.
+    """Checks the models of a pair by name, without loading them; all but ``translated`` must have
+    the target's token ids.
     """
     infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
     target = infos["target"]
@@ -137,7 +126,6 @@ def _folder(path_or_id: str | Path) -> Path:
 
 
 def _hub_folder(hub_id: str) -> Path:
-    """Finds a hub repository in the local hub cache, or else downloads it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -157,7 +145,6 @@ def _hub_folder(hub_id: str) -> Path:
 
 
 def read_config(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object of a model folder; ``remedy`` is the advice if there is no such file."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; {remedy}")
     try:
@@ -213,7 +200,6 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """Maps tensor names to the file names of their shards, and checks every header."""
     if (folder / _SINGLE).is_file():
         return dict.fromkeys(_tensor_names(folder / _SINGLE), _SINGLE)
     if not (folder / _INDEX).is_file():
@@ -239,7 +225,6 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """Lists the tensors of a safetensors file, after checking its header and size."""
     if not path.is_file():
         raise UserError(f"weights file {path} is missing; copy the folder again")
     with path.open("rb") as file:
@@ -255,7 +240,6 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def _size(where: Path, config: dict[str, Any], *names: str) -> int:
-    """Returns the first of these sizes that a config has; 0 if it has none."""
     for name in names:
         value = config.get(name)
         if value is not None and not (type(value) is int and 0 <= value < _TOO_LARGE):

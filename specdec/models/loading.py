@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from specdec.tensor_parallel import Collective
     from specdec.tensor_parallel.cuts import Cut
 
-DTYPES = {
+DTYPES = {  # supported values of ``model.dtype``
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Supported values of ``model.dtype``."""
-
 Weights: TypeAlias = WeakValueDictionary[tuple[Any, ...], nn.Parameter]
 """Loaded parameters by file, tensor, share, format, dtype and device. Stages with layers in common
 share them; the memory is freed with the last such stage.
@@ -67,20 +65,19 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model, or some of its layers, in evaluation mode and without gradients.
 
-    Of layers first .. last - 1 it reads the tensors of these layers, the embeddings if first is 0,
-    the output head if last ends the model, and the parameters outside the layers (norms). All
-    others stay on the meta device. Pass the result to ``ModelRunner`` with the same layers.
+    Of layers first .. last - 1 it reads their tensors, the embeddings if first is 0, the output
+    head if last ends the model, and the parameters outside the layers (norms); all others stay on
+    the meta device. Pass the result to ``ModelRunner`` with the same layers.
 
     Args:
         model: a result of ``inspect_model``, or a path or id.
         dtype: a key of ``DTYPES``.
         layers: (first, last); None: the whole model, by transformers' own loader.
-        group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers are
-            read. None: whole layers.
+        group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers.
         quantization: a value of ``Quantization``. With ``layers``, each matrix is cut, then
             quantised, before the next one is read.
         loaded_before: with ``layers`` only: parameters that are shared instead of read again; those
-            that are read are added. None: all are read.
+            that are read are added.
     """
     info = inspect_model(model)
     kind, where = torch_dtype(dtype), usable_device(device)
@@ -131,9 +128,8 @@ def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
 
 
 def weight_bytes(model: ModelInfo | str | Path, dtype: str, bits: int | None = None) -> int:
-    """Returns the bytes of a model's weights in memory (tied ones once), without loading them.
-
-    ``bits`` of a weight in sessions of ONNX Runtime; None: they have the ``dtype``.
+    """Returns the bytes of a model's weights in memory (tied ones once), without loading them;
+    ``bits`` of a weight in sessions of ONNX Runtime, None for the ``dtype``.
     """
     info = inspect_model(model)
     shape = _empty(info, _config(info), torch_dtype(dtype))
@@ -143,7 +139,6 @@ def weight_bytes(model: ModelInfo | str | Path, dtype: str, bits: int | None = N
 
 
 def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
-    """Returns the end-of-text tokens of the generation config, or else of the model config."""
     info = inspect_model(model)
     config = _config(info).get_text_config()
     eos = config.eos_token_id
@@ -165,7 +160,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _empty(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Builds the model's modules with all parameters on the meta device."""
     try:
         with init_empty_weights(include_buffers=False):
             empty = AutoModelForCausalLM.from_config(
@@ -183,7 +177,6 @@ def _empty(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
 
 
 def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Groups the names of parameters that are the same tensor."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
@@ -193,7 +186,6 @@ def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
 def _sources(
     model: PreTrainedModel, info: ModelInfo, needed: set[str], tied: list[list[str]]
 ) -> list[tuple[str, str, list[str]]]:
-    """Lists the tensors that a stage needs: file, tensor, names of the parameters that share it."""
     prefix = f"{model.base_model_prefix}."  # checkpoints of a base model omit it
     stored_as = _stored_names(model, info)
     sources, missing = [], []
@@ -219,7 +211,6 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Assigns the tensors, or this rank's shares of them; reads only those not loaded yet."""
     for file, tensors in groupby(sources, key=itemgetter(0)):
         with safe_open(info.path / file, framework="pt", device=str(device)) as stored:
             for _, source, used in tensors:
@@ -236,7 +227,6 @@ def _fill(
 
 
 def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
-    """Maps names in the modules to names in the checkpoint, which differ in some families."""
     renamings = [m for m in get_model_conversion_mapping(model) if isinstance(m, WeightRenaming)]
     names = {}
     for stored in info.tensors:
@@ -248,7 +238,6 @@ def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
 
 
 def _needed_names(model: PreTrainedModel, first_layer: int, last_layer: int) -> set[str]:
-    """Returns the names of the parameters that a pass through layers first .. last - 1 uses."""
     layers = layers_name(model)
     total = len(model.get_submodule(layers))
     base = model.base_model
@@ -298,12 +287,10 @@ def _config(info: ModelInfo) -> AutoConfig:
 
 
 def _reference_attention(config: AutoConfig) -> str:
-    """Chooses attention for calls of the model without a runner; soft caps need "eager"."""
     return "eager" if config_value(config, "attn_logit_softcapping") else "sdpa"
 
 
 def own_dtype(info: ModelInfo) -> str:
-    """Returns the dtype in a checkpoint's config.json; float32 if it names none."""
     own = config_value(_config(info), "dtype")
     names = [name for name, kind in DTYPES.items() if kind == (own or torch.float32)]
     if not names:

@@ -37,9 +37,8 @@ _SAMPLE = 3  # states of the comparison with eager passes
 
 
 class MedusaHeads:
-    """K heads on the hidden states after the target's last layer, whose index is ``layer``.
-
-    ``head_bytes`` is the average number of bytes of weights that one head reads per pass.
+    """K heads on the hidden states after the target's last layer, whose index is ``layer``;
+    ``head_bytes`` is the mean number of bytes of weights that one reads per pass.
     """
 
     def __init__(
@@ -50,10 +49,8 @@ class MedusaHeads:
         meter: Meter,
         backend: str = "eager",
     ) -> None:
-        """Builds the heads; they share the target's weights where they have none.
-
-        The first one predicts the token after the next. ``backend`` is "eager" for PyTorch or
-        "onnx" for ONNX Runtime, whose passes are first compared with eager ones on a few states.
+        """Builds the heads, of which the first predicts the token after the next; weights that they
+        lack are the target's. Passes of ``backend`` "onnx" are first compared with eager ones.
         """
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")
@@ -73,7 +70,6 @@ class MedusaHeads:
 
     @classmethod
     def from_pair(cls, pair: Any, *, num_heads: int, meter: Meter) -> MedusaHeads:
-        """Builds ``num_heads`` heads, which are untrained if the pair has no folder of heads."""
         folder, last = pair.heads_folder, pair.num_layers - 1
         # Untrained heads are the target's own norm and output matrix, from which Medusa's training
         # starts; they predict the next token again.
@@ -98,9 +94,8 @@ class MedusaHeads:
 
 
 class MedusaHead:
-    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target.
-
-    With a draft vocabulary ``output`` is [U, E], and ``places`` as in ``exits.ReducedOutput``.
+    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target; with
+    a draft vocabulary [U, E], and ``places`` as in ``exits.ReducedOutput``.
     """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
@@ -142,10 +137,7 @@ class MedusaHead:
 
 
 def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
-    """Reads ``folder``/medusa-LAYER-K.safetensors for K = 1 .. ``num_heads``.
-
-    ``layer`` is the number of the target's layers.
-    """
+    """Reads ``folder``/medusa-LAYER-K.safetensors for K = 1 .. ``num_heads``."""
     heads: list[Weights] = []
     for number in range(1, num_heads + 1):
         path = folder / f"medusa-{layer}-{number}.safetensors"

@@ -6,8 +6,6 @@ magnitude in a block has the lowest code, so that rounding a rounded matrix chan
 Shape letters: N outputs, K inputs, B = ceil(K / 32) blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -23,18 +21,16 @@ _ROWS = 8192  # of a matrix that are quantised at once, which bounds the memory 
 
 
 def bits_of(name: str, bits: int) -> int:
-    """Returns the bits of a weight of the matrix with this name in a model of ``bits`` bits.
-
-    In int4, output heads and the down projections of MLPs keep 8 bits: in SmolLM2-135M they cause
-    36 and 29 % of the loss of quality of 4 bits everywhere (experiments/log/2026-11-27-int4.md).
+    """Returns the bits of a weight of the matrix with this name: in int4, output heads and down
+    projections keep 8, which cause most of the loss of quality
+    (experiments/log/2026-11-27-int4.md).
     """
     return 8 if name.rpartition(".")[2] in _WIDE else bits
 
 
 def packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Returns MatMulNBits' codes uint8[N, B, 32 bits / 8] and scales float32[N, B] of [N, K].
-
-    Stored codes are 2^(bits - 1) higher; of two codes in a byte the first has the low bits.
+    """Returns MatMulNBits' codes uint8[N, B, 32 bits / 8], 2^(bits - 1) higher than ours and low
+    bits first, and scales float32[N, B] of [N, K].
     """
     parts = [_blocks(rows, bits) for rows in weight.split(_ROWS)]
     codes = torch.cat([(codes + 2 ** (bits - 1)).to(torch.uint8) for codes, _ in parts])
@@ -44,7 +40,6 @@ def packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """Returns the values of the quantised matrix, [N, K]."""
     parts = [codes * scales for codes, scales in (_blocks(r, bits) for r in weight.split(_ROWS))]
     return torch.cat(parts).flatten(1)[:, : weight.shape[1]].to(weight.dtype)
 
@@ -59,10 +54,8 @@ def _blocks(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Rounds the weights of all linear layers in place, except those on the meta device.
-
-    Sessions pack these values without a further error, and PyTorch's passes have the same weights.
-    A tied output head is untied first: its copy of the matrix is rounded, the embedding's is not.
+    """Rounds the weights of all linear layers in place, except those on the meta device; sessions
+    pack these values without a further error. A tied output head is untied first.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not module.weight.is_meta:
@@ -72,7 +65,6 @@ def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
 
 
 def packed_bytes(model: nn.Module, bits: int) -> int:
-    """Returns the bytes of a model's weights in a session, shared ones once; meta tensors count."""
     total, seen = 0, set[int]()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,12 +1,8 @@
 """Weight-only quantisation of a model's linear layers by torchao (SwiftSpec 5).
 
-Only the decoder layers' matrices are quantised, not the embeddings and the output head; arithmetic
-uses the activations' dtype. Losslessness of a quantised target is measured against plain decoding
-of the same quantised model.
-
-One rank's share of a model is cut first and then quantised. The shares of a quantised matrix have
-the integers and scales of the whole matrix, so together they are the model of plain decoding; only
-sums over the ranks are added in another order.
+Only the decoder layers' matrices are quantised; arithmetic uses the activations' dtype. One rank's
+share of a matrix is cut first and has the integers and scales of the whole one, so together the
+shares are the model of plain decoding; only sums over the ranks are added in another order.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ if TYPE_CHECKING:
 
 GROUP_SIZES = (128, 64, 32)
 """Weights per scale in int4: the first of these that divides a matrix's number of inputs."""
-_BLOCK = 1024
-"""Rows of a file's matrix that are read at once for their bounds."""
+_BLOCK = 1024  # rows of a file's matrix that are read at once for their bounds
 
 
 class Quantization(StrEnum):
@@ -51,10 +46,7 @@ class WeightFormat:
 
 
 def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """Quantises the decoder layers' linear layers in place, except those on the meta device.
-
-    ``model`` must be float32, bfloat16 or float16; ``kind`` is a value of ``Quantization``.
-    """
+    """Quantises the decoder layers' linear layers in place, except those on the meta device."""
     for name, form in weight_formats(model, kind).items():
         module = model.get_submodule(name.rpartition(".")[0])
         if not module.weight.is_meta:
@@ -63,9 +55,8 @@ def quantize(model: PreTrainedModel, kind: str) -> PreTrainedModel:
 
 
 def weight_formats(model: PreTrainedModel, kind: str) -> dict[str, WeightFormat]:
-    """Maps the name of each weight to quantise to its format; the model may be on the meta device.
-
-    A format depends on the whole weight's shape, so all shares of the weight have the same one.
+    """Maps the name of each weight to quantise to its format, which depends on the whole weight's
+    shape; the model may be on the meta device.
     """
     if kind not in list(Quantization):
         raise UserError(f"model.quantization={kind} is unknown; choose {', '.join(Quantization)}")
@@ -91,7 +82,6 @@ def weight_formats(model: PreTrainedModel, kind: str) -> dict[str, WeightFormat]
 
 
 def scale_inputs(inputs: int, kind: str) -> int:
-    """Returns how many of a whole matrix's inputs share a scale; 0: all of a row, or no scales."""
     if kind != Quantization.INT4:
         return 0
     fitting = [size for size in GROUP_SIZES if inputs % size == 0]
@@ -104,16 +94,12 @@ def scale_inputs(inputs: int, kind: str) -> int:
 
 
 def quantized(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) -> nn.Parameter:
-    """Quantises one matrix, or a share of it, by torchao.
+    """Quantises one matrix [O, I] (of whole groups), or a share of it, by torchao; ``form`` is that
+    of the whole matrix.
 
-    Args:
-        weight: [O, I] in float32, bfloat16 or float16. With groups, I consists of whole ones.
-        form: format of the whole matrix.
-        bounds: [O, 2], least and largest value of each row of the whole matrix, if ``weight`` has a
-            share of the inputs and one scale per row; None: those of ``weight``.
-
-    Returns:
-        A parameter of shape [O, I] without gradients, which owns its memory.
+    ``bounds`` [O, 2] has least and largest value of each row of the whole matrix, if ``weight`` has
+    a share of the inputs and one scale per row. Returns a parameter without gradients, which owns
+    its memory.
     """
     from torchao.quantization import quantize_
 
@@ -136,7 +122,6 @@ def quantized(weight: Tensor, form: WeightFormat, bounds: Tensor | None = None) 
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a model's parameters as stored, also of quantised ones."""
     return sum(_stored_bytes(parameter.data) for parameter in model.parameters())
 
 
@@ -169,9 +154,8 @@ def _config(form: WeightFormat, device: torch.device) -> Any:
 def sharded(
     model: PreTrainedModel, group: Collective, kind: str = Quantization.NONE
 ) -> PreTrainedModel:
-    """Returns this rank's share of a whole model with plain weights; ``model`` is not changed.
-
-    ``kind``, a value of ``Quantization``, says how to quantise the share.
+    """Returns this rank's share of a whole model with plain weights, quantised as ``kind``;
+    ``model`` is unchanged.
     """
     shard = shared_copy(model)
     full = dict(shard.named_parameters(remove_duplicate=False))
@@ -187,9 +171,8 @@ def sharded(
 def share_plan(
     model: PreTrainedModel, group: Collective | None, kind: str
 ) -> tuple[dict[str, Cut], dict[str, WeightFormat]]:
-    """Replaces a model's linear layers in place by shares, see ``shard_modules``.
-
-    Returns the cuts of parameters, none if ``group`` is None, and the formats of quantised ones.
+    """Replaces a model's linear layers in place by shares, see ``shard_modules``; returns the cuts
+    of parameters (none without a group) and the formats of quantised ones.
     """
     formats = weight_formats(model, kind)
     if group is None:
@@ -206,13 +189,11 @@ def share_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Parameter:
-    """Returns a share of a parameter, without gradients.
+    """Returns a share of a parameter, without gradients; one that is not quantised may be a view of
+    ``full``.
 
-    Args:
-        full: the whole tensor, or a slice of a safetensors file, of which only the share is read
-            (and for int8 with cut inputs also every row's bounds, in blocks of rows).
-        cut: the share; None: all of it, which must be a tensor.
-        form: format of the whole matrix; None: not quantised. Such shares may be views of ``full``.
+    ``full`` is the whole tensor (with ``cut`` None) or a slice of a safetensors file, of which only
+    the share is read, and for int8 with cut inputs also every row's bounds, in blocks of rows.
     """
     tensor = (full if cut is None else cut.of(full, dtype)).to(device, dtype)
     if form is None:

@@ -1,7 +1,5 @@
 """Small models of any family with random weights, for tests and ``model=random``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -39,15 +37,9 @@ def random_model(
     max_positions: int = 256,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Returns a model of ``family`` with weights from a normal distribution.
-
-    The same arguments give the same weights; the global generator is not used.
-
-    Args:
-        family: a model type of transformers; those of ``CERTIFIED`` are tested.
-        dtype: a key of ``loading.DTYPES``.
-        scale: standard deviation of every weight; larger values give more peaked predictions.
-        options: additional entries of the family's config, such as {"sliding_window": 8}.
+    """Returns a model of ``family`` with weights from a normal distribution of deviation ``scale``,
+    the same for the same arguments, without the global generator; ``options`` are further entries
+    of the family's config.
     """
     kind = torch_dtype(dtype)
     sizes = {
@@ -80,7 +72,6 @@ def random_model(
 
 
 def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Translates Llama's config entries to the family's; adds special tokens and inner sizes."""
     width = sizes["hidden_size"]
     entries: dict[str, Any] = sizes | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if family in {"gpt2", "gpt_bigcode", "opt", "gpt_neox"}:
@@ -96,10 +87,8 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def window_options(family: str, window: int, num_layers: int) -> dict[str, Any]:
-    """Returns config entries for ``random_model`` that give layers a sliding window.
-
-    Keys at least ``window`` positions back are masked. Gemma's layers alternate between window and
-    full attention, Qwen's first layer has full attention; other families have windows only.
+    """Returns config entries for ``random_model`` that give layers a sliding window of so many
+    positions; Gemma's layers alternate with full attention, Qwen's first layer has full attention.
     """
     if family not in WINDOWED:
         raise UserError(

@@ -1,9 +1,9 @@
 """Forward passes of a model, or of a slice of its layers, over this library's caches.
 
-A runner cuts its slice out of a copy of the module tree, which shares all parameters with the given
-model. Hooks insert and extract hidden states, so that transformers' own forward runs the slice and
-no family needs specific code. A ``Backend`` computes the passes: ``Eager`` calls that forward; CUDA
-graphs, ONNX Runtime and exact passes are modules of their own, imported when a runner has them.
+A runner cuts its slice out of a copy of the module tree, which shares all parameters. Hooks insert
+and extract hidden states, so transformers' own forward runs the slice and no family needs specific
+code. A ``Backend`` computes the passes: ``Eager`` calls that forward; CUDA graphs, ONNX Runtime and
+exact passes are modules of their own, imported when a runner has them.
 
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -68,25 +68,18 @@ def round_up(number: int, choices: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSlice:
-    """Some layers of a model, and what running one token through them has shown.
-
-    Attributes:
-        model: a copy of the module tree with these layers only, which shares the weights.
-        first_layer: global index of the first layer.
-        is_first, is_last: whether the slice starts with the embeddings, ends with the output head.
-        capture: hidden states that every pass returns.
-        options: index within the slice -> how the layer computes its scores.
-        group: tensor-parallel ranks that share the layers; None without tensor parallelism.
-    """
-
+    # a copy of the module tree with these layers only, which shares the weights
     model: PreTrainedModel
-    first_layer: int
+    first_layer: int  # global index of the first layer
+    # is_first and is_last: whether the slice starts with the embeddings, ends with the output head
     is_first: bool
     is_last: bool
-    capture: tuple[HiddenName, ...]
+    capture: tuple[HiddenName, ...]  # hidden states that every pass returns
     spec: CacheSpec
+    # index within the slice -> how the layer computes its scores
     options: Mapping[int, ScoreOptions]
     num_heads: int
+    # tensor-parallel ranks that share the layers; None without tensor parallelism
     group: Collective | None = None
 
     @property
@@ -109,17 +102,11 @@ class ModelSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
-    """Outputs of one pass.
-
-    Attributes:
-        hidden: [sum R, E], after the slice's last layer, before any final norm: the next stage's
-            input.
-        logits: [A, V]; None if no row was requested, or if the slice is not the last.
-        captured: name -> [sum R, E], the states that the runner captures.
-    """
-
+    # [sum R, E], after the slice's last layer, before any final norm: the next stage's input
     hidden: Tensor
+    # [A, V]; None if no row was requested, or if the slice is not the last
     logits: Tensor | None = None
+    # name -> [sum R, E], the states that the runner captures
     captured: Mapping[HiddenName, Tensor] = field(default_factory=dict)
 
 
@@ -138,10 +125,10 @@ def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
 def selected_logits(
     output: RunnerOutput, available: IntArray | None, wanted: IntArray | None
 ) -> RunnerOutput:
-    """Returns the output with only the logits of the rows ``wanted``, int64[A], in this order.
+    """Returns the output with only the logits of the rows ``wanted``, int64[A], in this order;
+    None: unchanged.
 
-    ``available``, ascending, lists the rows of ``output.logits``; None means all rows. If
-    ``wanted`` is None, the output is unchanged.
+    ``available``, ascending, lists the rows of ``output.logits``; None means all rows.
     """
     if output.logits is None or wanted is None:
         return output
@@ -152,7 +139,6 @@ def selected_logits(
 
 
 def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
-    """Raises a UserError if ONNX Runtime's results differ from eager ones by more than rounding."""
     both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
     # Tokens outside a draft vocabulary are -inf in both.
     error = (both[0] - both[1]).abs().masked_fill(both[0] == both[1], 0.0).max().item()
@@ -166,8 +152,6 @@ def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str)
 
 
 class Backend:
-    """Computes the passes of one slice."""
-
     layers: ModelSlice
 
     def run(
@@ -181,10 +165,7 @@ class Backend:
 
 
 class Eager(Backend):
-    """Calls the model's forward; the other backends build on it."""
-
     def __init__(self, layers: ModelSlice, attention: str, forward: Callable[..., Any]) -> None:
-        """``forward`` is the slice's model or its compiled form."""
         self.layers = layers
         spec = layers.spec
         self.kernel: Kernel | None = attention_kernel(attention, spec.device, spec.dtype)
@@ -217,9 +198,8 @@ class Eager(Backend):
     def compute(
         self, step: PassPlan, tokens: Tensor, positions: Tensor, keep: int | Tensor | None
     ) -> RunnerOutput:
-        """Calls the model's forward on tokens and positions int64[R].
-
-        ``keep`` lists the rows whose logits are computed, int64[A]; 0 means all, None means none.
+        """Calls the model's forward on tokens and positions int64[R]; ``keep`` lists the rows whose
+        logits are computed, int64[A] (0: all, None: none).
         """
         layers, model = self.layers, self.layers.model
         inputs = forward_inputs(model, step, tokens, positions)
@@ -255,10 +235,8 @@ class _OpaqueCache(PassCache):
 def forward_inputs(
     model: PreTrainedModel, step: PassPlan, tokens: Tensor, positions: Tensor
 ) -> dict[str, Any]:
-    """Returns the arguments of a slice's forward for tokens and positions int64[R].
-
-    In a slice that is not the first, placeholders replace the embeddings, because a hook inserts
-    the hidden states of ``step``.
+    """Returns the arguments of a slice's forward for tokens and positions int64[R]; placeholders
+    replace the embeddings in a slice that is not the first.
     """
     inputs: dict[str, Any] = {
         "position_ids": positions[None],
@@ -279,9 +257,8 @@ GRAPHS = ("off", "replay", "cuda", "auto")
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
-    """Replaces modules of a runner's own copy, which must not have run yet.
-
-    Packing comes before the first pass, because that would read the plain weights into memory.
+    """Replaces modules of a runner's own copy, before its first pass: that would read plain weights
+    into memory.
     """
     kernels, dtype = execution.kernels, model.dtype
     if kernels not in KERNELS:
@@ -300,7 +277,6 @@ def replace_modules(model: Any, execution: Execution, *, device: torch.device) -
 
 
 def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Backend:
-    """Returns the backend of a slice whose modules have been replaced."""
     eager = Eager(layers, attention, _forward(layers, execution))
     captures = _captures(execution.graphs, layers.spec.device)
     if execution.backend == "onnx":
@@ -316,7 +292,6 @@ def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Ba
 
 
 def backend_module(name: str) -> Any:
-    """Imports a module that only some runners need, perhaps with packages that are missing here."""
     return import_module(name)
 
 
@@ -356,10 +331,7 @@ _NUM_CHECKED = 8  # tokens
 
 
 class _NoEmbedding(nn.Module):
-    """Replaces an embedding whose result would be overwritten."""
-
     def __init__(self, layers: nn.Module, embedding: nn.Embedding) -> None:
-        """Uses dtype and device of ``layers``, because a stage's own embedding may be on meta."""
         super().__init__()
         self.embedding_dim = embedding.embedding_dim
         like = next(layers.parameters())
@@ -374,8 +346,8 @@ def slice_model(
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
-    Its hooks store the outputs of the captured layers, before any norm, in the pass's plan and, in
-    a slice that is not the first, replace the input of the first layer by the plan's hidden states.
+    Its hooks store the outputs of the captured layers, before any norm, in the pass's plan, from
+    which a slice that is not the first gets its input.
     """
     own = shared_copy(model).eval()
     own.set_attn_implementation(IMPLEMENTATION)
@@ -397,7 +369,6 @@ def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], ou
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replaces the embeddings' output by the plan's hidden states, as a forward pre-hook."""
     hidden = kwargs[PLAN].hidden
     if args:
         return (hidden, *args[1:]), kwargs
@@ -415,11 +386,7 @@ def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]
 
 
 class ModelRunner:
-    """Runs layers ``first_layer .. last_layer - 1`` of a model; ``name`` labels its passes in the
-    meter.
-
-    ``is_first`` and ``is_last`` say whether they follow the embeddings and precede the output head.
-    """
+    """Runs a slice of a model; ``name`` labels its passes in the meter."""
 
     def __init__(
         self,
@@ -434,13 +401,11 @@ class ModelRunner:
         execution: Execution = PLAIN,
         group: Collective | None = None,
     ) -> None:
-        """Prepares the slice and runs one token through it as a check.
-
-        Models of families outside ``CERTIFIED`` should first pass ``check_family``.
+        """Prepares the slice and runs one token through it as a check; families outside
+        ``CERTIFIED`` should first pass ``check_family``.
 
         Args:
             model: the whole model, or layers of it as loaded; it is not changed.
-            name: "target", "draft", ...
             first_layer, last_layer: the slice; None: to the last layer.
             capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
@@ -477,9 +442,8 @@ class ModelRunner:
         self.backend = make_backend(layers, attention, execution)
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
-        """Returns an empty cache for one request, with ``capacity`` slots at first.
-
-        ``pool`` allocates the slots in blocks; None means contiguous memory.
+        """Returns an empty cache for one request, of ``capacity`` slots at first, contiguous or in
+        blocks of ``pool``.
         """
         if pool is not None:
             return TreeCache(spec=self.spec, capacity=capacity, storage=Paged(pool=pool))
@@ -511,18 +475,13 @@ class ModelRunner:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Returns the device of a slice's layers; its other parameters may be on meta."""
     layers = model.get_submodule(layers_name(model))
     return next(layers.parameters()).device
 
 
 class Probe(PassPlan):
-    """A plan that records the shapes of keys and rejects unsupported attention arguments.
-
-    Attributes:
-        shapes: index within the slice -> (key/value heads G, head size D).
-        options: index within the slice -> how the layer computes its scores.
-        windowed: layers of the slice with a sliding window.
+    """A plan that records the shapes of keys, the options by layer of the slice and which have a
+    sliding window, and rejects unsupported attention arguments.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor | None) -> None:
@@ -550,7 +509,6 @@ class Probe(PassPlan):
 
 
 def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
-    """Returns the shape and dtype of a slice's keys and values, and the recorded options."""
     config = model.config.get_text_config()
     kind = config.model_type
     layers = model.get_submodule(layers_name(model))
@@ -594,9 +552,8 @@ def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Refuses a model whose logits under tree attention differ from those of transformers' forward.
-
-    Certified families are not compared, nor models of which only some layers are loaded.
+    """Refuses a model whose logits under tree attention differ from those of transformers' forward;
+    certified families are not compared, nor models of which only some layers are loaded.
     """
     kind = model.config.get_text_config().model_type
     if kind in CERTIFIED or any(p.is_meta for p in model.parameters()):

@@ -1,7 +1,5 @@
 """The layers of any transformers model: their names, copies that share parameters, cut lists."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,7 +29,6 @@ class _Layers(nn.ModuleList):
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all parameters and buffers with ``model``."""
     memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
     memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
     for module in model.modules():
@@ -47,7 +44,6 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def layers_name(model: PreTrainedModel) -> str:
-    """Returns the name of the list of decoder layers in ``model``, such as "model.layers"."""
     num_layers = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -59,7 +55,6 @@ def layers_name(model: PreTrainedModel) -> str:
 
 
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
-    """Reduces the layers of ``model``, and its config, to first .. last - 1; returns the layers."""
     name, config = layers_name(model), model.config.get_text_config()
     layers = _Layers(list(model.get_submodule(name))[first_layer:last_layer])  # type: ignore[arg-type]
     config.num_hidden_layers = len(layers)
@@ -82,7 +77,6 @@ def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) ->
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Returns the name for this model, whose ``forward`` must be a method of transformers."""
     return _of_forward(type(model).forward)
 
 
@@ -95,9 +89,8 @@ def _of_forward(forward: Callable[..., Any]) -> str:
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
-    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V].
-
-    They come from transformers' own forward on ``tokens``, int64[B, T].
+    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V], by
+    transformers' own forward on int64[B, T].
     """
     found: dict[HiddenName, Tensor] = {}
 

@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -33,7 +34,7 @@ _WINDOW = 16  # draft tokens that are tokenised again with each new one, at most
 _CACHED = 1 << 16  # number of cached results
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # SentencePiece's mark of a space
-_GAPS = b" \t\n\r"
+_GAPS = {b" ", b"\t", b"\n", b"\r"}
 
 TRANSLATED = "translated"
 """Name of the model in ``model=`` and in the meter."""
@@ -42,14 +43,7 @@ _BPE_SPACE = "\u0120"  # the space of byte-level BPE
 _LETTERS = [_BPE_SPACE, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789."]
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Maps characters to bytes as in byte-level BPE (GPT-2), printable bytes to themselves."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}  # of byte-level BPE
 
 
 class Vocabulary:
@@ -65,9 +59,8 @@ class Vocabulary:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, size: int, end: int | None, name: str
     ) -> None:
-        """Reads a fast tokenizer (tokenizer.json) that does not join words itself (WordPiece).
-
-        ``size`` is that of the model's vocabulary, which may be padded.
+        """Reads a fast tokenizer (tokenizer.json) that does not join words itself (WordPiece);
+        ``size`` may be padded.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -96,18 +89,15 @@ class Vocabulary:
         self._encoder = _continuing(described)
 
     def _drop_unknown(self, model: dict[str, Any]) -> None:
-        """Removes the unknown token, which has no text."""
         unknown = model.get("unk_token")
         token = model.get("unk_id") if unknown is None else model["vocab"].get(unknown)
         if token is not None and token < len(self.tokens):
             self.tokens[token] = None
 
     def encode(self, text: str) -> list[int]:
-        """Tokenises a text that continues another, so that nothing is put before it."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def by_bytes(self) -> dict[bytes, int]:
-        """Maps the bytes of each token to its id; of equal ones to the lowest id."""
         found: dict[bytes, int] = {}
         for token, data in enumerate(self.tokens):
             if data:
@@ -116,7 +106,6 @@ class Vocabulary:
 
 
 def _reader(decoder: dict[str, Any] | None, name: str) -> Any:
-    """Chooses a function from a token's text to its bytes, by the tokenizer's decoder."""
     kinds = {step["type"] for step in _steps(decoder, "decoders")}
     if "WordPiece" in kinds:
         raise UserError(
@@ -148,7 +137,6 @@ def _steps(node: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def _continuing(described: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer without what it puts before a text (spaces, special tokens)."""
     kept = [s for s in _steps(described.get("normalizer"), "normalizers") if s["type"] != "Prepend"]
     before = _steps(described.get("pre_tokenizer"), "pretokenizers")
     for step in before:
@@ -168,9 +156,8 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a text in draft tokens; further text may change the last ``tokens``.
-
-    ``rest`` are the bytes after them that are not a whole character yet, and no draft tokens.
+    """The end of a text in draft tokens; further text may change the last ``tokens``, and ``rest``
+    are the bytes after them that are no whole character and no draft tokens.
     """
 
     tokens: tuple[int, ...]
@@ -185,8 +172,7 @@ class Translation:
 
     A sequence of target tokens has one sequence of draft tokens, computed token by token: its last
     word, as far as it is within the last 16 draft tokens, is tokenised again with the bytes of each
-    new token. So the result depends on the tokens alone, and the tokens before the last word are
-    final.
+    new token. So the tokens before the last word are final.
 
     Attributes:
         draft_ids: int64[I], draft tokens of the intersection.
@@ -194,7 +180,6 @@ class Translation:
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
-        """Intersects two vocabularies; a UserError if they have no token in common."""
         self._target, self._draft = target, draft
         own = draft.by_bytes()
         pairs = {own[data]: token for data, token in target.by_bytes().items() if data in own}
@@ -212,10 +197,8 @@ class Translation:
         self._cached = lru_cache(_CACHED)(self._extended)
 
     def translated(self, tokens: Iterable[int]) -> Tail:
-        """Translates a whole text, such as a prompt.
-
-        The target's token for the beginning of a text becomes what the draft's tokenizer puts
-        there.
+        """Translates a whole text, such as a prompt; the token for its beginning becomes what the
+        draft's tokenizer puts there.
         """
         ids = list(tokens)
         if ids and ids[0] == self._target.begin:
@@ -235,9 +218,8 @@ class Translation:
         return self._cached(tail, token)
 
     def num_final(self, tokens: Sequence[int]) -> int:
-        """Returns the number of first draft tokens that further text does not change.
-
-        They end before the last word or the last special token; without tokens, the number is 0.
+        """Returns the number of first draft tokens that further text does not change: up to the
+        last word or special token.
         """
         texts = self._draft.tokens
         first = max(0, len(tokens) - _WINDOW)
@@ -245,7 +227,7 @@ class Translation:
             before, here = texts[tokens[at - 1]], texts[tokens[at]]
             if before is None or here is None:
                 return at
-            if here[:1] in _GAPS_SET and before[-1:] not in _GAPS_SET:
+            if here[:1] in _GAPS and before[-1:] not in _GAPS:
                 return at
         while first and _continues(texts[tokens[first]]):
             first -= 1
@@ -265,7 +247,6 @@ class Translation:
         return Tail((*tail.tokens[:start], *new.tokens), new.rest)
 
     def _encoded(self, data: bytes) -> Tail:
-        """Encodes whole characters, then further bytes one by one if the draft has such tokens."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data)
         rest = decoder.getstate()[0]
@@ -280,16 +261,11 @@ class Translation:
         return (texts[token] if token < len(texts) else None) or b""
 
 
-_GAPS_SET = frozenset(_GAPS[at : at + 1] for at in range(len(_GAPS)))
-
-
 def _continues(data: bytes | None) -> bool:
-    """Returns whether a token begins within a character of UTF-8."""
     return bool(data) and data is not None and 0x80 <= data[0] < 0xC0
 
 
 def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Maps special target tokens to draft tokens of equal content, and the ends of text."""
     there = draft.special
     found = {token: there[text] for text, token in target.special.items() if text in there}
     if (
@@ -303,11 +279,6 @@ def _specials(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 
 
 class TranslatedDraft:
-    """The draft's runner, and the translation between its vocabulary and the target's.
-
-    ``vocab_size`` is V; ``weight_bytes`` are the bytes of weights that a pass reads.
-    """
-
     def __init__(
         self, runner: ModelRunner, translation: Translation, *, vocab_size: int, weight_bytes: int
     ) -> None:
@@ -316,7 +287,6 @@ class TranslatedDraft:
 
     @classmethod
     def from_pair(cls, pair: Any, *, meter: Meter) -> TranslatedDraft:
-        """Builds the pair's ``translated`` model, which must share tokens with the target."""
         translation = Translation(pair.vocabulary("target"), pair.vocabulary(TRANSLATED))
         runner = pair.runner(TRANSLATED, meter)
         size = sum(p.nbytes for p in pair.model(TRANSLATED).parameters())
@@ -342,10 +312,9 @@ class TranslatedDraft:
 
 
 def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Returns tokenizer.json of a byte-level BPE tokenizer: letters, then pairs of letters.
-
-    There are at most 64 letters, so that a text can be cut into tokens in many ways. Tokens beyond
-    all pairs have no text.
+    """Returns tokenizer.json of a byte-level BPE tokenizer: at most 64 letters, then pairs of
+    letters, so that a text can be cut into tokens in many ways. Tokens beyond all pairs have no
+    text.
     """
     letters = _LETTERS[: isqrt(vocab_size - 1) + 1]
     pairs = [(a, letters[(n + d) % len(letters)]) for d, n, a in _offsets(letters)]
@@ -363,7 +332,6 @@ def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def _offsets(letters: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Returns (distance, number, letter) of all pairs of letters, near ones first."""
     numbers = range(1, len(letters) + 1), range(len(letters))
     return [(d, n, letters[n]) for d, n in product(*numbers)]
 
@@ -373,10 +341,9 @@ def other_tokenizer(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Derives another byte-level BPE tokenizer from the tokenizer.json ``described``.
 
-    It keeps the first ``merges`` merges, so that tokens of the others are dropped, and adds
-    ``joined`` tokens, each joined from two kept ones. Returns its tokenizer.json, and the old
-    tokens that each new token's text consists of. ``seed`` determines the numbers of tokens and the
-    pairs.
+    It keeps the first ``merges`` merges and adds ``joined`` tokens of two kept ones each. Returns
+    its tokenizer.json, and the old tokens that each new token's text consists of. ``seed``
+    determines numbers and pairs.
     """
     model = described["model"]
     old, kept = model["vocab"], [list(pair) for pair in model["merges"]]
@@ -403,15 +370,13 @@ def other_tokenizer(
 
 
 def fast_tokenizer(described: dict[str, Any], **special: str) -> PreTrainedTokenizerFast:
-    """Creates transformers' tokenizer from tokenizer.json; ``special`` may be ``eos_token`` etc."""
     backend = Tokenizer.from_str(json.dumps(described))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> PreTrainedModel:
-    """Returns a copy of a model with other tokens; ``parts`` lists the old tokens of each new one.
-
-    The rows of a new token are the means of those of its old tokens.
+    """Returns a copy of a model with other tokens, whose rows are the means of their ``parts``, the
+    old tokens of each.
     """
     changed = copy.deepcopy(model)
     inputs, outputs = changed.get_input_embeddings(), changed.get_output_embeddings()

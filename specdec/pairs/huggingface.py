@@ -105,21 +105,18 @@ class HuggingFacePair(ModelPair):
         return {"kind": type(self).__name__, **names, **asdict(self.options), **chosen}
 
     def model_name(self, name: str) -> str:
-        """Returns the name of a model ("target", "draft", ...) for labels of results."""
         config = self.model(name).config
         return str(
             config.name_or_path or f"{config.model_type} of {config.num_hidden_layers} layers"
         )
 
     def quantised(self, model: PreTrainedModel, name: str) -> PreTrainedModel:
-        """Quantises the weights of the model ``name`` in place, for the backend that runs it."""
         if self.options.backend != "onnx":
             return quantize(model, self.options.format_of(name))
         bits = self.options.bits_of(name)
         return round_weights(model, bits) if bits else model
 
     def plain_model(self, name: str) -> PreTrainedModel:
-        """Returns the model before quantisation; pairs that quantise create it again."""
         return self.model(name)
 
     @cached_property
@@ -127,7 +124,6 @@ class HuggingFacePair(ModelPair):
         return self.backend_of()
 
     def backend_of(self, *heads: PreTrainedConfig) -> str:
-        """Returns the backend of all models together with draft heads of these configurations."""
         if self.options.backend == "eager":
             return "eager"
         where = DTYPES[self.dtype], torch.device(self.device)
@@ -183,13 +179,11 @@ class HuggingFacePair(ModelPair):
         return matrix * info.num_layers / max(1, layers)
 
     def part(self, first: int, last: int) -> PreTrainedModel:
-        """Returns a model with at least these layers of the target, its norm and its output."""
         return self.target
 
     def share(
         self, name: str, group: Collective, layers: tuple[int, int] | None = None
     ) -> PreTrainedModel:
-        """Returns this rank's tensor-parallel share of a model, or of at least these layers."""
         return sharded(self.plain_model(name), group, self.options.format_of(name))
 
     def stage(
@@ -200,10 +194,8 @@ class HuggingFacePair(ModelPair):
         group: Collective | None = None,
         capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
-        """Builds a stage of the layers ``first`` .. ``last`` - 1; see ``ModelPair.stage``.
-
-        If a ``group`` of tensor-parallel ranks shares the layers, all its ranks must run the same
-        batches in the same order.
+        """Builds a stage; see ``ModelPair.stage``. All ranks of a tensor-parallel ``group`` must
+        run the same batches in the same order.
         """
 
         def load() -> PreTrainedModel:
@@ -215,7 +207,6 @@ class HuggingFacePair(ModelPair):
         return ModelStage(runner=self._runner("target", meter, load, group, exact=exact, **bounds))
 
     def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        """Builds a runner of a whole model, or of this rank's share in a ``group``."""
         if group is None:
             return self._runner(name, meter, lambda: self.model(name))
         return self._runner(name, meter, lambda: self.share(name, group), group)
@@ -280,9 +271,8 @@ class HuggingFacePair(ModelPair):
         exits: Sequence[int],
         group: Collective | None = None,
     ) -> ExitStage:
-        """Builds a stage with exit heads; see ``ModelPair.exit_stage``.
-
-        A tensor-parallel ``group`` shares the layers, but every rank has whole heads.
+        """Builds a stage with exit heads; a tensor-parallel ``group`` shares the layers, but every
+        rank has whole heads.
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
@@ -308,7 +298,6 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def eagle_files(self) -> HeadFiles | None:
-        """Files of the EAGLE head; None: it is untrained. Refuses if the pair has no head."""
         return None
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
@@ -324,9 +313,7 @@ class HuggingFacePair(ModelPair):
         return self.part(0, 1).get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
 
     def token_samples(self) -> IntArray:
-        """Returns int64[T]: token samples for n-gram counts, documents separated by token 0."""
         raise NotImplementedError
 
     def vocabulary(self, name: str) -> Vocabulary:
-        """Returns the vocabulary of the target, or of the draft with another tokenizer."""
         raise UserError(_MISSING[TRANSLATED])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,21 +46,17 @@ class ModelOptions:
     """Options of all models of a pair; keys of ``conf/model/hf.yaml`` and ``random.yaml``.
 
     Attributes:
-        dtype: dtype of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
+        dtype: of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
         device: a torch device; auto: the GPU if there is one.
-        attention: a value of ``specdec.attention.backends.Attention``, or auto (``triton``
-            on a CUDA device with Triton, else ``dense``).
+        attention: a value of ``specdec.attention.backends.Attention``, or auto.
         graphs, kernels, compile: see ``specdec.models.execution.Execution``.
         quantization: a value of ``specdec.models.quantize.Quantization``, for all models; with
             ``draft_`` before it for all but the target.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
-            each of them with the other options.
+            each.
         exit_layer: number of layers before the early exit; None for no exit.
         exit_head: kind of the exit heads.
         exact: whether a row's result must have the same bits in every pass (docs/exact.md).
-
-    Raises:
-        UserError: ``exact`` with options for which this has not been proved.
     """
 
     dtype: OwnDtype = "auto"
@@ -101,20 +95,17 @@ class ModelOptions:
         ]
 
     def format_of(self, name: str) -> str:
-        """Returns the value of ``Quantization`` of a model ("target", "draft", ...)."""
         only, _, kind = self.quantization.rpartition("_")
         return "none" if only and name == "target" else kind
 
     def bits_of(self, name: str) -> int | None:
-        """Returns the bits of a model's weights in ONNX Runtime; None: not quantised there."""
         # Heads of exits have weights of their own, which are not rounded.
         kind = "none" if self.backend != "onnx" or name == "exit" else self.format_of(name)
         return _BITS[kind]
 
     def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
-        """Chooses what runs the passes: "onnx" or "eager".
-
-        ``reasons`` state why ONNX Runtime cannot run a model; None stands for one that it can run.
+        """Chooses what runs the passes; ``reasons`` state why ONNX Runtime cannot run a model
+        (None: it can).
         """
         # "auto" does not choose onnx for quantised models: a tensor-parallel group would run the
         # same models with torchao's weights, which are others.
@@ -133,10 +124,8 @@ def _yaml(value: object) -> str:
 
 
 def with_flat_options(cls: type[Any], into: str = "options", **narrower: Any) -> Callable[..., Any]:
-    """Makes a constructor of a pair that takes the fields of its argument ``into`` as own keys.
-
-    Configurations state them flat, in one section. An omitted field has the value of the default of
-    ``into``; ``narrower`` replaces the types of fields that ``cls`` restricts.
+    """Makes a constructor of a pair that takes the fields of its argument ``into`` as own keys, as
+    configurations state them; ``narrower`` replaces the types of fields that ``cls`` restricts.
     """
     own = dict(inspect.signature(cls, eval_str=True).parameters)
     default = own.pop(into).default

@@ -41,11 +41,10 @@ _UNTRAINED = Path("untrained")  # value of ``eagle_head``
 
 
 class PretrainedPair(HuggingFacePair):
-    """Models from local folders, from the hub, or from the bundled family.
+    """Models from local folders, from the hub, or from the bundled family; the defaults are those
+    of ``model=hf``.
 
         pair = PretrainedPair(target="path/to/target", draft="path/to/draft")
-
-    The defaults are those of ``model=hf``.
     """
 
     @validated
@@ -72,9 +71,6 @@ class PretrainedPair(HuggingFacePair):
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
             path: the target's file in ``model=gguf``, where ``target`` refers to it.
-
-        Raises:
-            UserError: a path without a usable model, or vocabularies that differ.
         """
         super().__init__(options)
         target = path or target
@@ -113,7 +109,6 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
-        """Configurations of all models; weights are not loaded for them."""
         folders = [info.path for info in self._infos.values()]
         return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
 
@@ -126,7 +121,6 @@ class PretrainedPair(HuggingFacePair):
         layers: tuple[int, int] | None = None,
         group: Collective | None = None,
     ) -> PreTrainedModel:
-        """Loads a whole model, only some of its layers, or only this rank's shares of them."""
         bits = self.options.bits_of(name)
         loaded = load_model(
             self._infos[name],
@@ -178,9 +172,8 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        """Bytes of each model's weights, by name, without loading more than one layer of it.
-
-        Quantised layers are taken to shrink as much as the layer in the middle does.
+        """Bytes of each model's weights, by name; quantised layers are taken to shrink as much as
+        the middle one does, which alone is loaded.
         """
         sizes = {name: self._bytes(name, info) for name, info in self._infos.items()}
         if self._eagle is not None and (head := self.eagle_files) is not None:
@@ -190,7 +183,6 @@ class PretrainedPair(HuggingFacePair):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of all weights while models run; copies in sessions stay beside PyTorch's."""
         needed = sum(self.weight_bytes.values())
         if self.backend == "onnx":
             needed += sum(weight_bytes(info, self.dtype) for info in self._infos.values())
@@ -249,12 +241,11 @@ build_pretrained = with_flat_options(PretrainedPair)
 
 
 class LoadedPair(HuggingFacePair):
-    """Models that the caller has loaded, in their own dtype and on their own device.
+    """Models that the caller has loaded, used as they are, in their own dtype and on their own
+    device.
 
         pair = LoadedPair(target=model, draft=small, tokenizer=tokenizer)
         specdec.generate("def fib(n):", pair=pair)
-
-    The models are not changed; their weights are not copied.
     """
 
     def __init__(
@@ -276,10 +267,6 @@ class LoadedPair(HuggingFacePair):
             eagle_head: folder of an EAGLE head trained for the target.
             eos_ids: tokens that end a request. Default: none.
             exact: whether a row's result must have the same bits in every pass (docs/exact.md).
-
-        Raises:
-            UserError: models in training mode, on several devices, of different types, or with
-                different vocabularies.
         """
         models = {"target": target} | ({} if draft is None else {"draft": draft})
         for name, model in models.items():

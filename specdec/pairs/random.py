@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
@@ -113,15 +111,13 @@ class RandomPair(HuggingFacePair):
         return other_tokenizer(described, merges=num - num // 4, joined=num // 4)
 
     def plain_model(self, name: str) -> PreTrainedModel:
-        """Returns the model before quantisation, without caching it."""
         plain = self.options.quantization == Quantization.NONE
         return self.model(name) if plain else self._created(name)
 
     def _created(self, name: str) -> PreTrainedModel:
-        """Creates a model; draft and middle have the target's first layers.
-
-        So proposals are often right and often wrong. The draft with another tokenizer is
-        renumbered, without some tokens, and with some new ones.
+        """Creates a model; draft and middle have the target's first layers, so proposals are often
+        right and often wrong. The draft with another tokenizer is renumbered, without some tokens,
+        and with new ones.
         """
         if name == TRANSLATED:
             return with_vocabulary(self._created("draft"), self._other[1])
@@ -133,9 +129,8 @@ class RandomPair(HuggingFacePair):
         return model
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """Returns a head that is fitted to the target on first use, in about a second.
-
-        An untrained head would almost never propose the right token.
+        """Returns a head that is fitted to the target on first use, since an untrained one almost
+        never proposes the right token.
         """
         if version not in self._eagles:
             with torch.inference_mode(False):  # decoding runs in it, but a head is fitted

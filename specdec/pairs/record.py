@@ -8,8 +8,6 @@ lines with the number of tokens that a chain emits from each position.
 Shape letters: L generated tokens of a request, P recorded positions of all requests, K candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +26,8 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import IntArray, Lossless
 
-NUM_LOGPROBS = 32
-"""K of new records: the largest number of candidates in the presets."""
-MAX_RANK = 256
-"""Ranks are exact below it; it represents itself and all larger ranks."""
-
+NUM_LOGPROBS = 32  # K of new records: the largest number of candidates in the presets
+MAX_RANK = 256  # ranks are exact below it; it represents itself and all larger ranks
 _CHUNK = 512  # rows per pass; it bounds the memory of their logits
 _LENGTHS = "acc_len"  # key of a trace
 _WHOLE = ("ids", "num_prompt", "num_output", "ranks")  # arrays of whole numbers
@@ -51,23 +46,18 @@ _MAX_DIGITS = 18  # of an id, so that it fits 64 bits
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request. Entry i is about the token after position ``num_prompt - 1 + i``.
-
-    Attributes:
-        num_prompt: number of prompt tokens.
-        ranks: int64[L], number of tokens that the draft ranked above the target's; ``MAX_RANK`` for
-            that many or more, and beyond the draft's positions.
-        logprobs: float16[L, K], log probabilities of the draft's best candidates in descending
-            order; -inf where there are fewer. In a trace float64[L, 1], the share of accepted
-            positions.
-        reach: only in a trace: int64[L], number of accepted tokens of a chain with its root at each
-            position; it replaces ``ranks``.
-    """
+    """One request. Entry i is about the token after position ``num_prompt - 1 + i``."""
 
     id: int
-    num_prompt: int
+    num_prompt: int  # number of prompt tokens
+    # int64[L], number of tokens that the draft ranked above the target's; ``MAX_RANK`` for that
+    # many or more, and beyond the draft's positions
     ranks: IntArray
+    # float16[L, K], log probabilities of the draft's best candidates in descending order; -inf
+    # where there are fewer. In a trace float64[L, 1], the share of accepted positions.
     logprobs: npt.NDArray[np.floating]
+    # only in a trace: int64[L], number of accepted tokens of a chain with its root at each
+    # position; it replaces ``ranks``
     reach: IntArray | None = None
 
     @property
@@ -77,17 +67,10 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The requests of a run, in its order, and their origin.
-
-    Attributes:
-        vocab_size: vocabulary of the models; 0 for a trace.
-        weight_bytes: of the target and of the draft.
-        about: origin: models, sampling, data, dtype, seed, versions, command.
-    """
-
     requests: tuple[RecordedRequest, ...]
-    vocab_size: int = 0
-    weight_bytes: tuple[int, int] = (0, 0)
+    vocab_size: int = 0  # vocabulary of the models; 0 for a trace
+    weight_bytes: tuple[int, int] = (0, 0)  # of the target and of the draft
+    # origin: models, sampling, data, dtype, seed, versions, command
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def top_share(self, k: int) -> float:
@@ -105,14 +88,9 @@ def record_request(
 ) -> RecordedRequest:
     """Ranks the target's tokens in the draft's distribution, at every position of a request.
 
-    The draft reads the target's committed tokens, and candidates are scored by the transform of
-    sources (``SamplingTransform.top``). So an entry equals the result of ``expand`` for the node on
-    the target's path at that position.
-
-    Args:
-        runner: runner of the whole draft, with a meter that is not the run's.
-        prompt: int64[T >= 1].
-        output: int64[L >= 1], generated tokens.
+    The draft reads the target's committed tokens (``prompt`` int64[T >= 1], ``output`` int64[L >=
+    1]), and candidates are scored by the transform of sources, so an entry equals the result of
+    ``expand`` for the node on the target's path. The runner's meter is not the run's.
     """
     transform = SamplingTransform(sampling)
     tokens = np.concatenate([prompt, output])
@@ -149,12 +127,10 @@ def record_run(
     about: Mapping[str, Any],
     on_request: Callable[[int], None] = lambda _: None,
 ) -> Record:
-    """Records finished requests without changing the run's tokens or counts.
+    """Records finished requests without changing the run's tokens or counts; those without a token
+    are skipped.
 
-    Args:
-        prompts: prompt id -> int64[T].
-        results: the run's results; requests without a token are skipped.
-        about: origin of the run; ``loop_share`` is added, because tokens of a replay are made up.
+    ``about`` gets the ``loop_share`` of the outputs, because tokens of a replay are made up.
     """
     runner = pair.runner("draft", Meter())
     recorded, outputs = [], []
@@ -173,7 +149,6 @@ def record_run(
 
 
 def check_recordable(pair: ModelPair, name: str, claims: Lossless) -> None:
-    """Refuses a pair without models, and a strategy whose output is not the target's."""
     if pair.is_synthetic:
         raise UserError(
             "record=true needs a draft model, which this model= does not have; use model=tiny or"
@@ -253,12 +228,11 @@ def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
     """Reads an acceptance trace: JSON lines, plain or gzipped.
 
-    A line has ``id``, the prompt's length as ``num_prompt`` or as the list ``prompt_token_ids``,
-    and ``acc_len``, or an object with ``acc_len`` under the name ``method``. Entry i of ``acc_len``
-    is the number of tokens that a pass emits after i generated ones: the accepted ones and one of
-    the target. If the line also has ``generated_token_ids``, the shorter of the two lists counts.
-    An id that is not a number is replaced by the line's number; lines without a generated token are
-    skipped.
+    A line has ``id`` (else the line's number), the prompt's length as ``num_prompt`` or as the list
+    ``prompt_token_ids``, and ``acc_len``, or an object with ``acc_len`` under the name ``method``.
+    Entry i of ``acc_len`` is the number of tokens that a pass emits after i generated ones: the
+    accepted ones and one of the target. If the line also has ``generated_token_ids``, the shorter
+    of the two lists counts.
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")
@@ -297,7 +271,6 @@ def _is_count(value: object) -> TypeGuard[int]:
 def _trace(
     entry: dict[str, Any], number: int, method: str | None, where: str
 ) -> tuple[int, int, IntArray]:
-    """Returns (id, number of prompt tokens, emitted tokens int64[L]) of a line."""
     node = entry if method is None else entry.get(method)
     lengths = node.get(_LENGTHS) if isinstance(node, dict) else None
     if not isinstance(lengths, list) or not all(map(_is_count, lengths)):

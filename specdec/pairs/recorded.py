@@ -2,16 +2,12 @@
 
 A record (``model=replay``) has, for every position of every prompt, the draft's probabilities and
 the rank of the target's token. Strategies do not depend on the tokens themselves, so these are made
-up: hidden sequences of the recorded lengths. A node on the target's path gets the recorded
-candidates of its position, with the target's token at its recorded rank. A node off the path gets
-those of another position of the same prompt, drawn by keyed hash, because the record has no
-candidates after a wrong token. This is an approximation if nodes off the path compete for the
-budget.
+up. A node on the target's path gets the recorded candidates of its position, with the target's
+token at its recorded rank; one off the path gets those of another position of the same prompt,
+drawn by keyed hash: an approximation if nodes off the path compete for the budget.
 
 Shape letters: P recorded positions of all requests, K candidates, n given positions.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,9 +33,7 @@ DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
 
 _TABLE = 512  # positions tabulated at a time
-END = 0
-"""Last token of every hidden sequence; it occurs nowhere else."""
-
+END = 0  # last token of every hidden sequence; it occurs nowhere else
 _MIN_VOCAB = 4096  # so that all candidates of a node differ
 _TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the keyed hash
 
@@ -50,9 +44,9 @@ _CHAINS = (".Chain", ".RootOnly")  # policies without branches
 class RecordedPair(ModelPair):
     """A pair whose target is a token sequence per request that is given instead of computed.
 
-    The draft is represented by its ranks of the target's tokens (``hidden``), drawn from an
-    acceptance model or recorded. ``SyntheticSource`` proposes from these; other sources with a
-    draft are refused. ``hidden_middle`` has a middle model's ranks of the same tokens.
+    The draft's ranks of the target's tokens (``hidden``) are drawn or recorded. ``SyntheticSource``
+    proposes from these; other sources with a draft are refused. ``hidden_middle`` is a middle
+    model's.
     """
 
     is_synthetic = True
@@ -68,7 +62,6 @@ class RecordedPair(ModelPair):
         weight_bytes: tuple[int, int] = (0, 0),
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Stores the sequences; ``weight_bytes`` are those of target and draft."""
         self.hidden, self.vocab_size = hidden, hidden.vocab_size
         self.num_layers = num_layers
         self.weight_bytes = dict(zip(("target", "draft"), weight_bytes, strict=True))
@@ -108,8 +101,6 @@ class RecordedPair(ModelPair):
 
 
 class SyntheticModels(RecordedPair):
-    """Draws target tokens and the draft's ranks from an acceptance model."""
-
     @validated
     def __init__(
         self,
@@ -161,10 +152,8 @@ class SyntheticAnswerer(Answerer):
         self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """Answers with the given token after every row's position.
-
-        A node off the target's path gets the same answer as the node on it. This answer is never
-        used: a verifier follows matching children from the root and reads only answers on the path.
+        """Answers with the given token after every row's position, also off the target's path,
+        where a verifier does not read it.
         """
         return tuple(
             Answers(
@@ -197,7 +186,6 @@ class RecordedSequences(HiddenPair):
     """
 
     def __init__(self, *, record: Record, seed: int = 0) -> None:
-        """Concatenates the requests; ``seed`` is that of tokens and of nodes off the path."""
         requests = record.requests
         self.vocab_size = _MIN_VOCAB
         self.seed = seed
@@ -221,26 +209,22 @@ class RecordedSequences(HiddenPair):
         return self._requests[request_id]
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """Returns int64[n]: tokens of the hidden sequence at absolute positions."""
         request = self.request(request_id)
         drawn = hash_u64(self.seed, _TOKEN, request_id, positions) % np.uint64(self.vocab_size - 1)
         last = request.num_prompt + request.num_output - 1
         return np.where(positions == last, END, drawn.astype(np.int64) + 1)
 
     def _entries(self, request_id: int, positions: IntArray) -> tuple[IntArray, BoolArray]:
-        """Returns the entries of the record for positions, and whether it has them."""
         request = self.request(request_id)
         entry = positions - (request.num_prompt - 1)
         return entry, (entry >= 0) & (entry < request.num_output)
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """Returns int64[n]: the recorded positions; drawn ones beyond the end of the record."""
         entry, inside = self._entries(request_id, positions)
         drawn = self._drawn(request_id, hash_u64(self.seed, _POSITION, request_id, positions))
         return np.where(inside, self._first[request_id] + entry, drawn)
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """Returns int64[n]: the recorded rank of the token after each position, at every depth."""
         return self._ranks[self.classes(request_id, positions)]
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
@@ -257,7 +241,6 @@ class RecordedSequences(HiddenPair):
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Returns (first token, class), int64[n] each, for nodes off the target's path."""
         streams = np.array([[_NODE], [_NODE_POSITION]])
         first, drawn = hash_u64(self.seed, streams, request_id, positions, tokens)
         classes = self._drawn(request_id, drawn)
@@ -275,8 +258,6 @@ class RecordedSequences(HiddenPair):
 
 
 class ReplayModels(RecordedPair):
-    """The models of ``model=replay``: hidden sequences and a draft of recorded ranks."""
-
     hidden: RecordedSequences
     option = "replay"
     eos_ids = frozenset({END})
@@ -325,7 +306,7 @@ def build_replay(
     Args:
         record: a ``record.npz``, ``bundled:NAME``, or a ``.jsonl`` (``.jsonl.gz``) of acceptance
             lengths.
-        method: name of a method in the trace; None for a trace of one method, and for records.
+        method: name of a method in a trace of several.
         num_layers: layers of the target, the largest possible number of stages.
         seed: seed of tokens, and of positions for nodes off the target's path.
     """

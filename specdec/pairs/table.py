@@ -1,7 +1,5 @@
-"""Pairs given by tables of logits: the next token depends only on the last one.
-
-All distributions are known exactly, so distribution tests can run strategies for thousands of
-requests. Tables have the same slices, caches and logits per node as models.
+"""Pairs given by tables of logits: the next token depends only on the last one, so all
+distributions are known exactly. Tables have the same slices, caches and logits per node as models.
 
 Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R rows of a pass.
 """
@@ -43,10 +41,8 @@ _SAMPLE_LENGTH = 16
 
 
 class TablePair(ModelPair):
-    """Target and draft as tables of logits given the last token; the draft is also the exit.
-
-    Deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway. The
-    first exit is shallow enough that strategies with several exits use all of them.
+    """Target and draft as tables of logits given the last token; the draft is also the exit, and
+    deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway.
     """
 
     option = "table"
@@ -59,9 +55,8 @@ class TablePair(ModelPair):
     def __init__(
         self, *, target: Sequence[Sequence[float]], draft: Sequence[Sequence[float]]
     ) -> None:
-        """Takes two tables [S, V], S <= V: logits of the next token (column) after a token (row).
-
-        A token's row is its id modulo S, so a large vocabulary needs only a few rows.
+        """Takes two tables [S, V], S <= V: logits of the next token (column) after tokens that are
+        equal modulo S (row).
         """
         self.target_table = torch.tensor(target, dtype=torch.float64)
         self.draft_table = torch.tensor(draft, dtype=torch.float64)
@@ -77,7 +72,6 @@ class TablePair(ModelPair):
     def stage(
         self, first: int, last: int, meter: Meter, capture: Sequence[HiddenName] = ()
     ) -> ModelStage:
-        """Builds a slice of the target; all but the last slice return tokens as hidden states."""
         is_last = last == self.num_layers
         return _stage(TableRunner(self.target_table, "target", is_last, capture))
 
@@ -90,7 +84,6 @@ class TablePair(ModelPair):
         return ExitStage(body=self.stage(first, last, meter, captured), heads=heads)
 
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """Builds a stand-in of the class from the draft's table; exit heads have no weights."""
         layer = self.num_layers - 1
         makers: dict[type, Callable[..., Any]] = {
             HeadWeights: lambda layer: HeadWeights("table", layer, {}),
@@ -152,15 +145,13 @@ class TableHeads:
             self._laws.append(law.log())
 
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits[R, V] of head ``number`` for hidden states [R, 1], which are tokens."""
         rows = hidden[:, 0].to(torch.int64) % len(self._laws[number])
         return self._laws[number][rows]
 
 
 class TableEagle:
-    """Stand-in for ``EagleRunner``, whose states are tokens.
-
-    Its logits also depend on the state before the token, so that a wrong state changes proposals.
+    """Stand-in for ``EagleRunner`` whose states are tokens; its logits depend on them, so that a
+    wrong state shows.
     """
 
     weight_bytes = 0
@@ -186,7 +177,6 @@ class TableEagle:
         states: torch.Tensor,
         logits_rows: IntArray,
     ) -> HeadOutput:
-        """Looks up the rows' tokens and states; arguments as for ``EagleRunner.forward``."""
         tokens = torch.from_numpy(np.concatenate([part.tokens for part in rows]))
         before = torch.zeros(len(tokens), dtype=torch.int64)
         is_own = torch.ones(len(tokens), dtype=torch.bool)
@@ -199,9 +189,8 @@ class TableEagle:
 
 
 class TableRunner:
-    """Stand-in for ``ModelRunner``: a table with the same calls, caches and shapes.
-
-    Hidden states are the tokens, so a stage that gets another's rows gives wrong answers.
+    """Stand-in for ``ModelRunner``: a table with the same calls, caches and shapes, whose hidden
+    states are the tokens.
     """
 
     def __init__(
@@ -234,7 +223,6 @@ class TableRunner:
         hidden: torch.Tensor | None = None,
         logits_rows: np.ndarray | None = None,
     ) -> RunnerOutput:
-        """Looks up the rows' tokens; arguments as for ``ModelRunner.forward``."""
         if hidden is None:
             tokens = torch.from_numpy(np.concatenate([part.tokens for part in rows]))
         else:

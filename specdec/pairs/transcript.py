@@ -1,16 +1,13 @@
 """A target that writes given texts (``model=transcript``), with or without a draft model.
 
-Under ``verifier=match`` the tokens per pass on a workload depend only on the text that the target
-writes. Here the text is given: the turns of ``data.edits``, or prompts and completions of a file,
-such as the log of a larger model. Sources that copy from text need no more. With ``draft`` a real
-draft model proposes after every token, right or wrong, so acceptance and numbers of passes are
-exactly those beside the target. There are no probabilities of the target and no times of its own
-(use ``clock=simulated``).
+Under ``verifier=match`` the tokens per pass depend only on the text that the target writes: here
+the turns of ``data.edits``, or prompts and completions of a file, such as the log of a larger
+model. With ``draft`` a real draft model proposes after every token, so acceptance is exactly that
+beside the target. There are no probabilities of the target and no times of its own (use
+``clock=simulated``).
 
 Shape letters: T tokens of a request, n given positions.
 """
-
-from __future__ import annotations
 
 import zlib
 from pathlib import Path
@@ -32,9 +29,7 @@ from specdec.parts.fields import Count, Text, validated
 from specdec.sources.synthetic import HiddenPair
 from specdec.types import IntArray
 
-EDITS = "edits"
-"""Value of ``model.texts`` for the turns of ``data.edits``."""
-
+EDITS = "edits"  # value of ``model.texts`` for the turns of ``data.edits``
 _COPIES = "use source=suffix or source=prompt_lookup, or model=tiny or model=hf"
 _DRAFT = "name its folder in model.draft, or use source=suffix or source=prompt_lookup"
 
@@ -45,7 +40,6 @@ class GivenTexts(HiddenPair):
     def __init__(
         self, texts: list[tuple[int, IntArray, IntArray]], *, vocab_size: int, end: int
     ) -> None:
-        """Takes (id, prompt, completion) per request; the token ``end`` follows each completion."""
         self.vocab_size = vocab_size
         self._end = end
         self._prompts = [(i, prompt) for i, prompt, _ in texts]
@@ -123,7 +117,6 @@ class TranscriptModels(RecordedPair):
         return self.hidden.prompts()
 
     def conditions(self) -> dict[str, Any]:
-        """Replaces the configuration's conditions: sampling has no effect on given text."""
         note = "the target's text is given: passes and tokens are exact, times are not a target's"
         return {"sampling": "given text", "dtype": None, "replay": note, **self._facts}
 
@@ -139,7 +132,6 @@ class TranscriptModels(RecordedPair):
         raise UserError(f"model=transcript has no {name} model; {_DRAFT}")
 
     def fitted_source(self, source: Any, policy: Any) -> Any:
-        """Returns the source unchanged; ``runner`` refuses a draft model that does not exist."""
         return source
 
 

@@ -8,14 +8,10 @@ key of the section or node, ``label`` is what messages call it (default: the key
 the base class that a class must have (None: any).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Set
 from inspect import isabstract
 from pkgutil import resolve_name
 from typing import Any, get_args
-
-from hydra.utils import instantiate
 
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
@@ -30,7 +26,6 @@ FILLED = {
 
 
 def locate(target: object, where: str, base: type | None = None) -> type:
-    """Imports the class that ``_target_`` names in the node at ``where``."""
     at = f"{where}._target_={target}"
     try:
         cls = resolve_name(str(target))
@@ -57,11 +52,9 @@ def check_values(
 ) -> None:
     """Checks a section of a configuration against the parameters of a function or class.
 
-    Args:
-        given: parameters that the section may not contain, since the program passes them.
-        also: keys that are allowed but not required; their values are checked only if they are
-            parameters of ``make``.
-        complete: whether parameters with defaults are required too.
+    ``given`` parameters are passed by the program, so the section may not have them; keys in
+    ``also`` are allowed beyond the parameters; ``complete``: parameters with defaults are required
+    too.
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
     plain, required, _ = signature_of(make)
@@ -89,10 +82,8 @@ def build_part(
 ) -> Any:
     """Constructs the parts nested in a node, then the part itself.
 
-    Args:
-        runtime: argument name -> factory of the object that is passed if the node lacks that key.
-            With None the node is only checked, and None is returned.
-        known: keys that are allowed besides the class's own parameters.
+    ``runtime`` maps an argument to a factory of the object that is passed if the node lacks that
+    key; with None the node is only checked. Keys ``known`` are allowed besides the parameters.
     """
     label = label or where
     if isinstance(node, list):
@@ -118,10 +109,7 @@ def build_part(
         if name in runtime and name not in node:
             nested[name] = runtime[name]()
     try:
-        # Partial, because OmegaConf would copy those objects that are dataclasses.
-        return instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")(
-            **nested
-        )
+        return cls(**values, **nested)
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -129,7 +117,6 @@ def build_part(
 
 
 def check_class(cls: type, base: type | None, at: str) -> None:
-    """Refuses a class that does not subclass ``base`` or is abstract; messages call it ``at``."""
     if base is None:
         return
     if not issubclass(cls, base):

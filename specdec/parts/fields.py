@@ -8,8 +8,6 @@ Calls from Python and keys of a configuration are checked alike, strictly: ``"3"
 tuple.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -51,8 +49,6 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), expects("it must be above 0 
 
 
 class Signature(NamedTuple):
-    """The parameters of a callable; ``plain`` are those that a configuration can set."""
-
     plain: Mapping[str, pydantic.TypeAdapter[Any]]  # name -> validator
     required: tuple[str, ...]  # names in ``plain`` that have no default
     objects: Mapping[str, Any]  # name -> type hint, None where it exists for type checkers only
@@ -60,7 +56,6 @@ class Signature(NamedTuple):
 
 @cache
 def signature_of(make: Callable[..., Any]) -> Signature:
-    """Returns the parameters of a class or function; an unannotated one accepts every value."""
     plain, required, objects = {}, [], {}
     body = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     for p in inspect.signature(make).parameters.values():
@@ -95,7 +90,6 @@ def validated(make: _Make) -> _Make:
 
 
 def errors_of(make: Callable[..., Any], values: Mapping[str, Any], where: str = "") -> list[str]:
-    """Returns one message per unacceptable value; ``where`` is the prefix of the argument names."""
     messages: dict[str, dict[str, None]] = {}  # a union yields one message per member
     for key, validator in signature_of(make).plain.items():
         if key not in values:
@@ -125,7 +119,6 @@ def _resolved(make: Callable[..., Any], annotation: Any) -> Any:
 
 
 def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
-    """Returns None for types that YAML cannot express (not scalars, choices, lists or mappings)."""
     if hint is None or object in (hint, *get_args(hint)):
         return None
     try:
@@ -137,9 +130,8 @@ def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown word: close matches, and a list of the known words.
-
-    The list is cut after 24 words. It is omitted where it would be cut and there are close matches.
+    """Returns a hint for an unknown word: close matches, and the known words if these are 24 at
+    most or nothing is close.
     """
     words = sorted(set(known))
     # A long dotted key is close to many others; its last part decides.

@@ -28,8 +28,6 @@ _EDGE = 1e-9  # hit rates are kept this far from 0 and 1 in log odds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """A law or a record."""
-
     section: Mapping[str, Any]  # the section ``model`` of a configuration that chooses it
     label: str
     requests: int  # measured ones behind it; 0 if it is assumed or does not say
@@ -43,7 +41,6 @@ class Acceptance:
 
     @property
     def overrides(self) -> list[str]:
-        """Its words, without the draft's name, whose time has been looked up before."""
         keys = {k: v for k, v in self.section.items() if k not in ("kind", "draft_name", "origin")}
         words = (f"model.{key}={json.dumps(value)}" for key, value in keys.items())
         return [f"model={self.section['kind']}", *words]
@@ -54,7 +51,6 @@ class Acceptance:
 
 
 def of_law(section: Mapping[str, Any], label: str = "") -> Acceptance:
-    """Reads the keys of ``model=synthetic``."""
     section = {**section, "kind": "synthetic"}
     rows = np.asarray(section.get("group_weights") or [section["weights"]], float)
     shares = np.asarray(section.get("group_shares") or [1.0], float)
@@ -68,7 +64,6 @@ def of_law(section: Mapping[str, Any], label: str = "") -> Acceptance:
     )
 
     def shifted(odds: float) -> Acceptance:
-        """Shifts all classes alike; the ranks below the first keep their distribution."""
         moved = _shifted(top1, odds)
         tails = zip(moved, section["decay"], section["miss"], strict=True)
         decay = [
@@ -91,7 +86,6 @@ def of_law(section: Mapping[str, Any], label: str = "") -> Acceptance:
 
 
 def of_record(section: Mapping[str, Any], record: Record | None = None) -> Acceptance:
-    """Reads the keys of ``model=replay``: a recorded run, or a trace of accepted lengths."""
     path, method = str(section["record"]), section.get("method")
     layers = int(section.get("num_layers", 80))
     if record is None:
@@ -111,10 +105,8 @@ def of_record(section: Mapping[str, Any], record: Record | None = None) -> Accep
         return sum(map(len, reaches)) / passes
 
     def shifted(odds: float) -> Acceptance:
-        """Sets the ranks of positions, drawn by a keyed hash, to 0 (right) or 1 (wrong).
-
-        Raises:
-            UserError: it is a trace, which has no ranks.
+        """Sets the ranks of positions, drawn by a keyed hash, to 0 (right) or 1 (wrong); a trace
+        has none.
         """
         after = float(_shifted(np.array(hit_rate), odds))
         changed = []
@@ -160,7 +152,6 @@ def _shifted(rates: FloatArray, odds: float) -> FloatArray:
 
 
 def acceptance_of(chosen: PlanOptions, section: Mapping[str, Any]) -> Acceptance | None:
-    """Returns that of a log or of the section ``model``; None if models must decode first."""
     if chosen.acceptance is None:
         if section["kind"] == "synthetic":
             return of_law(section)

@@ -1,7 +1,5 @@
 """The answer of a finished search: ranking, what decides it, what would change it; its check."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,9 +31,7 @@ from specdec.profiling.trees import as_yaml
 from specdec.report.results import read_requests
 
 PRESET = "planned"
-RESULT_FILE = "plan.json"
-"""This file is written last, so a folder that has it has a whole plan."""
-
+RESULT_FILE = "plan.json"  # this file is written last, so a folder that has it has a whole plan
 TABLE_FILE = "plan.txt"
 _SHOWN = 8  # rows of the ranking
 _WIDTH = 110
@@ -58,8 +54,6 @@ _WORK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A ranked candidate; intervals are of 95 %."""
-
     strategy: str
     sizes: Mapping[str, Any]  # keys of its policy that differ from the preset
     layout: str
@@ -79,8 +73,6 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of ``specdec.plan``."""
-
     choices: tuple[Recommendation, ...]  # fastest first, with plain decoding among them
     objective: str
     batch: int
@@ -122,10 +114,8 @@ def conclude(
     draft: str,
     overrides: Sequence[str],
 ) -> tuple[Plan, Candidate]:
-    """Returns the plan of a finished search, and its first choice.
-
-    ``finalists`` are the candidates of the last round, plain decoding among them; ``draft`` is the
-    draft's path or name, for the flags of engines.
+    """Returns the plan of a finished search, and its first choice; ``finalists`` include plain
+    decoding, and ``draft`` is for the flags of engines.
     """
     chosen, machine = search.chosen, search.machine
     batch, context = chosen.batch[0], chosen.context[0]
@@ -218,8 +208,8 @@ def _decides(
 ) -> Iterator[str]:
     """Says which work the time per token depends on, and compares the first choice with the next.
 
-    The share of a kind of work is from a simulation at 90 % of its cost: (t - t') / (0.1 t). Work
-    that other work hides has 0; the shares sum to 1 if nothing overlaps.
+    The share of a kind of work is from a simulation at 90 % of its cost: (t - t') / (0.1 t); hidden
+    work has 0.
     """
     whole = search.times(winner, _PROMPTS).mean
     shares = {}
@@ -250,10 +240,8 @@ def _decides(
 def _changes(
     search: Search, acceptance: Acceptance, candidates: Sequence[Candidate], winner: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Simulates the best presets under changed acceptance and transfer times.
-
-    ``candidates`` are of different presets, plain decoding last. Nothing is simulated if the budget
-    is spent or the first choice needs real models.
+    """Simulates the best presets (plain decoding last) under changed acceptance and transfer times,
+    unless the budget is spent or the first choice needs real models.
     """
     if winner.decoded or not search.has_time():
         return
@@ -280,7 +268,6 @@ def _changes(
 
 
 def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> Iterator[str]:
-    """Says for each input and direction at which nearest value another preset is first."""
     forms = [("hit rate", hit_rate, "{:.2f}", "", "")]
     forms += [("transfers", 1.0, "{:g}", " times", " times their time")]
     for what, here, form, unit, of_time in forms:
@@ -307,9 +294,8 @@ def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float)
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fastest of the ranked presets at the other batch sizes, in its layout.
-
-    Larger batches favour smaller trees, so halved sizes are tried too, first on one batch.
+    """Yields the fastest of the ranked presets at the other batch sizes, in its layout; larger
+    batches favour smaller trees, so halved sizes are tried too.
     """
     machine, context = search.machine, search.chosen.context[0]
     for batch in search.chosen.batch[1:]:
@@ -361,7 +347,6 @@ def write_plan(folder: Path, plan: Plan, winner: Candidate, provenance: Mapping[
 
 
 def write_parts(folder: Path, winner: Candidate, tokens_per_s: float) -> None:
-    """Writes preset and profile for ``--config-dir DIR strategy=planned``."""
     choices, layout, node = winner.config["choices"], winner.layout, winner.config["executor"]
     groups = {part: choices[part] for part in ("source", "policy", "verifier", "executor")}
     if len(node) > 1 and choices["executor"] == "local":
@@ -407,7 +392,6 @@ def table(plan: Plan) -> str:
 
 
 def _ranking(plan: Plan) -> list[str]:
-    """Returns the best of each preset; its share of being first is that of all its sizes."""
     shares: dict[str, float] = {}
     shown = []
     for choice in plan.choices:
@@ -452,7 +436,6 @@ def _chains(plan: Plan) -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Pads columns to equal widths; the first ``left`` ones are left-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{{:{'<' if at < left else '>'}{width}}}" for at, width in enumerate(widths)]
     return [" " + "  ".join(forms).format(*row) for row in rows]
@@ -463,8 +446,6 @@ def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A metric of plan and run; ``low`` to ``high`` is the 95 % interval of such a run."""
-
     name: str
     planned: float
     low: float
@@ -485,8 +466,6 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanVerdict:
-    """The result of a check; ``warnings`` say which input is wrong."""
-
     figures: tuple[Figure, ...]
     warnings: tuple[str, ...]
 
@@ -494,10 +473,9 @@ class PlanVerdict:
 def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
     """Compares a run of the first choice with ``Plan.expected``.
 
-    The intervals are those of as many prompts as the run has, drawn anew (bootstrap over the plan's
-    prompts, with the law's own uncertainty). Those of times are widened by the error of the
-    machine's times. A warning blames the law or record if acceptance is outside, and the profile if
-    the time per answer is.
+    The intervals are those of as many prompts as the run has, drawn anew, with the law's own
+    uncertainty, and for times also the error of the machine's. A warning blames the law or record
+    if acceptance is outside, and the profile if the time per answer is.
     """
     units = [Unit(**values) for values in expected["units"]]
     num = effective(effective(len(units), expected["requests"]), len(run))
@@ -533,7 +511,6 @@ def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
 
 
 def units_of_run(folder: Path) -> list[Unit]:
-    """Reads the requests of a complete run that decoded one request at a time."""
     if not (folder / "summary.json").is_file():
         raise UserError(
             f"check={folder} has no summary.json: give the folder of a complete `specdec run`, or"

@@ -63,8 +63,6 @@ SIZES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A preset with sizes in a layout, whose costs its ``config`` has."""
-
     name: str
     config: Mapping[str, Any]
     layout: Layout = field(default_factory=Layout)
@@ -75,7 +73,6 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """A digest of all that the times depend on."""
         parts = ("source", "policy", "verifier", "executor", "serving", "seed", "batch_size")
         values = {part: self.config.get(part) for part in parts}
         values["costs"] = self.config["clock"]["costs"]
@@ -83,7 +80,6 @@ class Candidate:
 
     @property
     def copies(self) -> bool:
-        """Whether its executor has copies of the target."""
         return "replicas" in self.config["executor"]
 
     @property
@@ -96,7 +92,6 @@ class Candidate:
         return label(self.name, self.sizes)
 
     def on(self, machine: Machine, layout: Layout, *, batch: int, context: int) -> Candidate:
-        """Returns it in a layout, with the costs of the machine; raises ``DoesNotFit``."""
         costs, node = machine.costs(layout, batch, context), dict(self.config["executor"])
         clock = clock_node(machine.name, costs, machine.note)
         if len(node) == 1 and (layout.stages * layout.degree > 1 or layout.own_draft):
@@ -116,13 +111,11 @@ class Candidate:
         return replace(self, config=config, sizes={**self.sizes, key: value})
 
     def rescaled(self, factors: Mapping[str, float]) -> Candidate:
-        """Multiplies the times of some kinds of work."""
         clock = self.config["clock"]
         costs = {k: scaled(curve, factors.get(k, 1.0)) for k, curve in clock["costs"].items()}
         return replace(self, config={**self.config, "clock": {**clock, "costs": costs}})
 
     def smaller(self) -> list[Candidate]:
-        """Returns variants with one size halved, or halved twice."""
         policy = self.config["policy"]
         sizes = [(k, policy[k] // by) for k in SIZES if type(policy.get(k)) is int for by in (2, 4)]
         return [self.with_size(key, size) for key, size in sizes if size]
@@ -143,13 +136,10 @@ def presets(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Returns the presets that can be simulated, without layouts, and why the others cannot.
 
-    Args:
-        words: overrides of the configuration, the model included.
-        names: presets; with ``pair`` plain decoding is added, and empty is all.
-        pair: models that reproduce the acceptance of a draft. None: the real models decode, so
-            sources may read tokens and hidden states.
-        measured: whether real runs correct the costs. If not, and without ``pair``, sources with a
-            model or head of their own are refused, since a profile lacks their times.
+    With ``pair``, models that reproduce the acceptance of a draft, plain decoding is added to
+    ``names`` (none: all). Without it the real models decode, so sources may read tokens and hidden
+    states; unless runs correct the costs (``measured``), those with a model or head of their own
+    are refused.
     """
     known = options("strategy", extra)
     for name in names:
@@ -187,7 +177,6 @@ def presets(
 
 
 def _sources(node: Any) -> Iterator[tuple[type, bool]]:
-    """Yields each class of a source node with whether it contains no other sources."""
     values = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
     inner = [found for value in values for found in _sources(value)]
     if isinstance(node, Mapping) and "_target_" in node:
@@ -247,9 +236,8 @@ class Times:
 
     @staticmethod
     def of(units: Sequence[Unit], objective: str, devices: int = 1) -> Times:
-        """Computes seconds per token: of one request for "latency", otherwise of all requests.
-
-        "per_device" multiplies them by ``devices``.
+        """Computes seconds per token: of one request for "latency", otherwise of all requests;
+        times devices for "per_device".
         """
         if objective == "latency":
             return Times.ratio(units, "seconds", "tokens")
@@ -260,9 +248,8 @@ class Times:
         return float(self.above.sum() / self.below.sum())
 
     def resampled(self, count: float) -> FloatArray:
-        """Returns float64[R], the means over ``count`` units drawn with replacement (bootstrap).
-
-        The draws of a constant seed are the same for all candidates, so that ratios are paired.
+        """Returns float64[R], the means over ``count`` units drawn with replacement, by the same
+        draws for all candidates, so that ratios are paired.
         """
         shape = (_RESAMPLES, max(1, round(count)))
         picks = np.random.default_rng(0).integers(0, len(self.above), shape)
@@ -271,25 +258,20 @@ class Times:
 
 
 def effective(simulated: float, requests: float) -> float:
-    """Returns how many units carry the information of n simulated units of a law of m requests.
-
-    That is 1 / (1 / n + 1 / m). ``requests`` is 0 where the law's own uncertainty is unknown, and
-    for a record, whose prompts are its requests.
+    """Returns 1 / (1 / n + 1 / m): how many units carry the information of n simulated units of a
+    law of m requests. m is 0 where that is unknown, and for a record, whose prompts are its
+    requests.
     """
     return 1.0 / (1.0 / simulated + 1.0 / requests) if requests else float(simulated)
 
 
 def interval(values: FloatArray) -> tuple[float, float]:
-    """Returns the central 95 % of samples."""
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
 
 
 class Simulator:
-    """Decodes candidates; results are stored in a file, so that a search can be resumed.
-
-    ``simulated_tokens`` counts tokens that this object decoded, without results read from the file.
-    """
+    """Decodes candidates; results are stored in a file, so that a search can be resumed."""
 
     def __init__(
         self,
@@ -302,9 +284,9 @@ class Simulator:
     ) -> None:
         """Reads the results that the file has.
 
-        ``pair`` reproduces the acceptance called ``of`` in the keys of results. ``prompts`` are
-        drawn, or at most taken from a record. ``models`` loads real models, for candidates that no
-        law or record can reproduce, and their prompts in the order of the record.
+        ``pair`` reproduces the acceptance called ``of`` in their keys; ``prompts`` are drawn, or at
+        most taken from a record. ``models`` loads real models, for candidates that no law or record
+        can reproduce.
         """
         self._pair, self.path, self._of, self._models = pair, path, of, models
         self._known: dict[str, Unit] = {}
@@ -329,9 +311,8 @@ class Simulator:
         return len(self._prompts)
 
     def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        """Returns the results of the first ``count`` units of ``batch_size`` prompts each.
-
-        There are fewer if there are not enough prompts. ``length`` is in tokens per prompt.
+        """Returns the results of the first ``count`` units of ``batch_size`` prompts each, as far
+        as there are prompts.
         """
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
@@ -341,9 +322,8 @@ class Simulator:
         return [self._known[key] for key in keys]
 
     def copy_scaled(self, made: Candidate, slower: Candidate, factor: float) -> None:
-        """Copies results of ``made`` to ``slower``, whose costs are all ``factor`` times as large.
-
-        The schedule is then the same, so every time is ``factor`` times as long.
+        """Copies results of ``made`` to ``slower``, whose costs are all ``factor`` times as large:
+        the schedule is the same.
         """
         for key, unit in list(self._known.items()):
             target = key.replace(f":{made.key}:", f":{slower.key}:")

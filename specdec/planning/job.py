@@ -1,7 +1,5 @@
 """``specdec plan``: reads the request, measures what has to be measured, searches and answers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,11 +29,9 @@ from specdec.planning.measuring import ModelsHere, calibrated, measured_here
 from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
-from specdec.runs.jobs import Progress, run_job
+from specdec.runs.jobs import NoProgress, Progress, run_job
 
-SEARCH_FILE = "search.json"
-"""Its presence in a folder says that the search was complete."""
-
+SEARCH_FILE = "search.json"  # its presence in a folder says that the search was complete
 _EVALUATIONS = "evaluations.jsonl"
 _LENGTH = 64  # tokens per simulated prompt
 _UNITS, _FEW_UNITS = 8, 4  # least number of batches, of the ranked size and of the others
@@ -56,8 +52,6 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A checked request for a plan."""
-
     chosen: PlanOptions
     words: tuple[str, ...]  # overrides of the configuration
     extra: tuple[Path, ...]  # further configuration trees
@@ -124,9 +118,8 @@ def plan_request(
 def searched(
     request: PlanRequest, folder: Path, progress: Progress
 ) -> tuple[Search, Acceptance, list[Candidate]]:
-    """Measures what has to be measured, then searches; resumes from results in ``folder``.
-
-    The candidates are those of the last round, and plain decoding.
+    """Measures what has to be measured, then searches, or resumes from ``folder``; returns the last
+    round's candidates with plain decoding.
     """
     chosen, extra = request.chosen, request.extra
     batch, context = chosen.batch[0], chosen.context[0]
@@ -165,7 +158,6 @@ def searched(
 
 
 def _recorded(models: ModelsHere, folder: Path) -> Acceptance:
-    """Lets the models decode the sample of prompts once."""
     config = run_job_of([*models.words, f"strategy={PLAIN}", "record=true"], models.extra).config
     run = _once(config, folder / "record", models.progress)
     layers = models.loaded[0].num_layers
@@ -173,7 +165,6 @@ def _recorded(models: ModelsHere, folder: Path) -> Acceptance:
 
 
 def _once(config: dict[str, Any], run: Path, progress: Progress) -> Path:
-    """Runs a job unless its folder is complete; returns the folder."""
     if not (run / "summary.json").is_file():
         run.mkdir(parents=True, exist_ok=True)
         run_job(config, run, progress)
@@ -195,7 +186,6 @@ def _measured(
 
 
 def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
-    """Searches and writes the plan into ``folder``; resumes an interrupted search."""
     began = monotonic()
     search, acceptance, finalists = searched(request, folder, progress)
     draft = str(request.model.get("draft") or "DRAFT")
@@ -209,10 +199,8 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
 
 
 def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVerdict:
-    """Compares the plan in a folder with a run, which it starts if ``check=true``.
-
-    The run uses the wall clock if the profile was measured and one device suffices, otherwise the
-    paced clock with the plan's own profile.
+    """Compares the plan in a folder with a run, which it starts if ``check=true``: on the wall
+    clock if the profile was measured and one device suffices, else paced by the plan's own profile.
     """
     plan = parse_json((folder / RESULT_FILE).read_bytes())
     run = Path(request.chosen.check).expanduser()
@@ -229,16 +217,6 @@ def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVer
     return check_run(plan["expected"], units_of_run(run))
 
 
-class NoProgress:
-    """A ``Progress`` that shows nothing."""
-
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 def plan(
     overrides: Sequence[str] = (),
     *,
@@ -253,12 +231,8 @@ def plan(
     Args:
         overrides: words as on the command line: model=, data=, sampling=, and options of the plan.
         config_dirs: further configuration trees (``--config-dir``).
-        output_dir: folder for the files of the plan; a search in it is resumed. None keeps no
-            files.
+        output_dir: folder for the files of the plan, where a search is resumed; None keeps none.
         keys: options of the plan (``PlanOptions``) as values.
-
-    Raises:
-        UserError: anything that the command line refuses.
     """
     for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
         if isinstance(value, str):

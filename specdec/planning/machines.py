@@ -17,8 +17,6 @@ and drafting precedes it (Leviathan et al. 2023, section 3.3, with measured toke
 times that depend on the rows).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -57,8 +55,6 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which devices run target and draft."""
-
     stages: int = 1
     degree: int = 1  # devices that share every layer of a stage, as ``draft_degree``
     draft_degree: int = 1
@@ -81,11 +77,11 @@ class Layout:
 
 
 def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> list[Layout]:
-    """Returns the layouts of target and draft on ``devices`` devices in total.
+    """Returns the layouts of target and draft on ``devices`` devices: tensor-parallel degrees that
+    divide them into stages, one stage, and pipelines of half, a quarter, ... of them.
 
-    Tensor-parallel degrees divide all devices of the target into stages. Further layouts run the
-    target on one stage, or on pipelines of half, a quarter, ... of the devices. ``staged`` and
-    ``copies`` say whether the executor has stages, or copies of the target on one device each.
+    ``staged`` and ``copies``: whether the executor has stages, or copies of the target on one
+    device each.
     """
     found: dict[Layout, None] = {}
     for draft_degree in _DEGREES if own_draft and staged else (1,):
@@ -107,8 +103,6 @@ def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Base of the machines that price the work of a layout."""
-
     name: str
     devices: int
     note: str = ""  # origin of the times
@@ -125,7 +119,6 @@ class Machine:
         return self.kv_kb > 0 and self.batches is None
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
-        """Returns cost curves by kind of work, as in a profile; raises ``DoesNotFit``."""
         raise NotImplementedError
 
     def used_gb(self, layout: Layout, batch: int, context: int) -> float | None:
@@ -142,8 +135,8 @@ class Machine:
 class Profiled(Machine):
     """A latency profile, or this machine measured for some numbers of requests at a time.
 
-    With another number of stages a stage has more or fewer layers, and its times are scaled in
-    proportion. Fewer devices than the profile's are assumed not to hold the target.
+    Stage times are scaled to the number of stages; fewer devices than the profile's are assumed not
+    to hold the target.
     """
 
     stages: int  # of the target that the times are of
@@ -176,9 +169,8 @@ def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The shares of a data sheet's bandwidth and peak that passes reach, and times per layer.
-
-    ``reduce_ms`` is that of the sums over devices that share a layer.
+    """The shares of a data sheet's bandwidth and peak that passes reach, and times per layer
+    (``reduce_ms``: of the sums over devices).
     """
 
     memory_share: float = 0.75
@@ -203,10 +195,8 @@ def pass_ms(
     eager: bool = False,
     constants: Constants = CONSTANTS,
 ) -> float:
-    """Returns the milliseconds of a pass by the module's formula, where ``degree`` is d.
-
-    ``num_bytes`` includes keys and values; ``bytes_per_s`` and ``flops_per_s`` are limits of one
-    device by its data sheet; ``eager`` is an engine without captured graphs.
+    """Returns the milliseconds of a pass by the module's formula, where ``degree`` is d, with one
+    device's limits by its data sheet; ``num_bytes`` includes keys and values.
     """
     reading = num_bytes / (degree * constants.memory_share * bytes_per_s)
     computing = 2.0 * parameters * rows / (degree * constants.flop_share * flops_per_s)
@@ -218,10 +208,8 @@ def pass_ms(
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described(Machine):
-    """A machine that is described by the keys of docs/plan.md, and priced by the roofline.
-
-    All transfers of a step take as long as the slowest, so a pipeline over several boxes pays for
-    the link between them.
+    """A machine that is described by the keys of docs/plan.md, and priced by the roofline; all
+    transfers of a step take as long as the slowest.
     """
 
     note: str = "described machine: roofline, efficiencies fitted to 156 published pass times"
@@ -268,7 +256,6 @@ class Described(Machine):
         return costs
 
     def _layers(self, size_gb: float) -> int:
-        """Returns the layers of the published model whose number of parameters is nearest."""
         billions = size_gb / self.weight_bytes
         return _LAYERS[min(_LAYERS, key=lambda known: abs(known / billions - 1.0))]
 
@@ -294,9 +281,8 @@ def _curve(ms: Callable[[int], float]) -> dict[str, Any]:
 def machine_of(
     chosen: PlanOptions, extra: Sequence[Path] = (), *, draft_name: str | None = None
 ) -> Machine:
-    """Returns the machine that ``profile`` names, which is a latency profile or a description.
-
-    The profile must have the time of the draft ``draft_name``, unless that is None.
+    """Returns the machine that ``profile`` names, a latency profile (with the time of
+    ``draft_name``) or a description.
     """
     if chosen.profile is None:
         raise UserError(
@@ -361,11 +347,11 @@ def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, 
 def chain_cell(
     machine: Machine, tokens_per_pass: FloatArray, batch: int, context: int
 ) -> dict[str, Any] | None:
-    """Returns the fastest chain over all layouts; None if no layout fits.
+    """Returns the fastest chain over all layouts, with 0 ``draft_tokens`` if plain decoding is
+    best; None if none fits.
 
-    ``tokens_per_pass`` is float64[K + 1], for chains of 0, 1, ..., K draft tokens. ``draft_tokens``
-    of the result is 0 if plain decoding is best. The speeds are those of all requests together,
-    each in the layout that is best for it, and ``gain`` is their ratio.
+    ``tokens_per_pass`` is float64[K + 1]. Speeds are those of all requests together, each in its
+    best layout; ``gain`` is their ratio.
     """
     speeds: dict[tuple[int, str], float] = {}
     for layout in layouts(machine.devices, own_draft=False, staged=True, copies=False):
@@ -387,8 +373,6 @@ def chain_cell(
 
 
 def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens: int) -> float:
-    """Returns the milliseconds of all draft passes and one target pass over all stages."""
-
     def ms(kind: str, rows: int) -> float:
         return CostCurve.of(costs[kind])(rows) if kind in costs else 0.0
 
@@ -399,9 +383,8 @@ def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens:
 
 
 def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> int | None:
-    """Returns the least number of requests from which on plain decoding stays best.
-
-    Only powers of two are tried. None if chains pay up to ``_MOST_REQUESTS``, or up to what fits.
+    """Returns the least power of two of requests from which on plain decoding stays best; None if
+    chains pay up to ``_MOST_REQUESTS``, or up to what fits.
     """
     start, batch = None, 1
     while batch <= _MOST_REQUESTS:
@@ -416,12 +399,12 @@ def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> in
 def engine_flags(
     number: int | None, draft: str, drafter: str, config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns flags of vLLM and SGLang for chains of ``number`` draft tokens of a ``drafter``.
+    """Returns flags of vLLM and SGLang for chains of ``number`` draft tokens; ``config``: whether
+    the first choice copies text.
 
     Names as in vLLM's docs/features/speculative_decoding/configuration.md (9d0e0b83) and SGLang's
-    docs/advanced_features/speculative_decoding.md (067ad4d3). SGLang's n-gram method is left out,
-    since it verifies trees of another shape. ``config`` is that of the first choice, which decides
-    if it copies text.
+    docs/advanced_features/speculative_decoding.md (067ad4d3), without its n-gram method, which
+    verifies trees of another shape.
     """
     if config["source"].get("_target_") == _LOOKUP and "gamma" in config["policy"]:
         number, drafter = int(config["policy"]["gamma"]), "ngram"

@@ -1,19 +1,15 @@
 """Measures a plan's models on this machine: passes, the controller's time, and last candidates.
 
-Passes are measured as ``specdec profile`` does, but over the context of the record and over as many
-requests as are planned for. A simulated clock charges passes of models alone; a real step also
-selects nodes, packs rows, draws and judges tokens and moves cache entries. The measured time of
-short runs of a few presets and sizes (``PROBES``), minus the simulated time of the same runs, is
-modelled as a linear combination of passes, requests and rows. Its coefficients, at least 0, are
-added to the cost curves (``with_controller``).
+Passes are measured as ``specdec profile`` does, over the context of the record and the planned
+requests. A real step also selects nodes, packs rows, draws and judges tokens and moves cache
+entries: the measured time of short runs of a few presets and sizes (``PROBES``), minus the
+simulated time of the same, is modelled as a linear combination of passes, requests and rows, whose
+coefficients, at least 0, are added to the cost curves (``with_controller``).
 
-After the search each of the last candidates decodes prompts of the record for real, in turns of a
-fraction of a second with the others, and the same prompts in simulation. The ratio of the two times
-per token then scales all its costs (``calibrated``), so that ranking, intervals and the written
-profile agree with the runs. Since the prompts are the same, the ratio has no variance from prompts.
+After the search each of the last candidates decodes prompts of the record for real, in turns with
+the others, and the same prompts in simulation: the ratio of times per token scales its costs
+(``calibrated``), so that ranking, intervals and the written profile agree with the runs.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -62,20 +58,15 @@ _STEADY = 1.1  # a note is given if plain decoding's fastest run exceeds this ti
 
 
 class ModelsHere:
-    """The models and prompts of a plan, loaded when they are first needed."""
-
     def __init__(self, words: Sequence[str], extra: Sequence[Path], progress: Progress) -> None:
-        """``words`` must not contain strategy, clock and output folder."""
         self.words, self.extra, self.progress = tuple(words), tuple(extra), progress
 
     def config(self, name: str, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the resolved configuration of a preset; ``sizes`` replaces keys of its policy."""
         config = run_job_of([*self.words, f"strategy={name}"], self.extra).config
         return {**config, "policy": {**config["policy"], **(sizes or {})}}
 
     @cached_property
     def loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
-        """The models, and the prompts in the order of the record."""
         pair, prompts = load(self.config(PLAIN), self.progress)
         if not isinstance(pair, HuggingFacePair):
             raise UserError("profile=measured measures models: use model=tiny, hf or random")
@@ -91,11 +82,9 @@ class ModelsHere:
         rounds: int = 1,
         on_turn: Callable[[], None] = lambda: None,
     ) -> list[list[Unit]]:
-        """Runs configurations in turns of a fraction of a second; returns counts of every unit.
-
-        A unit is ``batch`` prompts, as in ``Simulator.units``. Each runs ``rounds`` times, and
-        ``typical`` combines the runs. ``on_turn`` is called after every unit of every
-        configuration. The clock of the configurations is replaced.
+        """Runs configurations on the wall clock in turns of a fraction of a second; returns counts
+        of every unit (``batch`` prompts), each ``typical`` of ``rounds`` runs. ``on_turn`` is
+        called after every unit.
         """
         pair, prompts = self.loaded
         groups = [prompts[at * batch : (at + 1) * batch] for at in range(count)]
@@ -140,10 +129,9 @@ def measured_here(
     devices: int,
     length: int,
 ) -> dict[str, Any]:
-    """Returns fields of ``Profiled``: costs by number of requests, and memory where it is known.
-
-    ``acceptance`` must be the record of the models' prompts. For one stage the costs include the
-    controller's time, from runs of ``length`` tokens per prompt.
+    """Returns fields of ``Profiled``: costs by number of requests, for one stage with the
+    controller's time, and memory where it is known. ``acceptance`` must be the record of the
+    models' prompts.
     """
     pair, progress = models.loaded[0], models.progress
     notes, by_batch = [], {}
@@ -182,7 +170,6 @@ def measured_here(
 def with_controller(
     costs: Mapping[str, Any], models: ModelsHere, acceptance: Acceptance, *, batch: int, length: int
 ) -> tuple[dict[str, Any], str]:
-    """Adds the controller's time to costs measured on one device; also returns a note on it."""
     configs = [models.config(name, sizes) for name, sizes in PROBES]
     count = min(_UNITS, max(acceptance.requests // batch, 1))
     shape = {"count": count, "length": length}
@@ -193,11 +180,9 @@ def with_controller(
     simulator = Simulator(acceptance.pair(), None, of="controller", prompts=acceptance.requests)
 
     def total_s(units: Sequence[Unit]) -> float:
-        """Returns the seconds of decode phases, or of everything if requests share steps."""
         return sum(unit.seconds if batch == 1 else unit.clock_s for unit in units)
 
     def simulated(priced: Mapping[str, Any]) -> np.ndarray:
-        """Returns float64[P], the simulated time of every probe under these costs."""
         under = {"batch_size": batch, "clock": clock_node("measured", priced)}
         made = (Candidate(name="", config={**config, **under}) for config in configs)
         return np.array([total_s(simulator.units(candidate, **shape)) for candidate in made])
@@ -229,10 +214,8 @@ def with_controller(
 def calibrated(
     candidates: Sequence[Candidate], *, search: Search, models: ModelsHere, path: Path
 ) -> list[Candidate]:
-    """Scales the candidates' costs to measured runs; drops those that do not run here.
-
-    ``search`` receives the reasons and a note. Ratios that the file ``path`` has (key of a
-    candidate -> ratio of its times, tokens per answer, tokens/s) are not measured again.
+    """Scales the candidates' costs to measured runs; drops those that do not run here, with a
+    reason in ``search``. Ratios in the file ``path`` are not measured again.
     """
     known: dict[str, dict[str, Any]] = parse_json(path.read_bytes()) if path.is_file() else {}
     runnable = []
@@ -273,7 +256,6 @@ def calibrated(
 def _trials(
     candidates: Sequence[tuple[Candidate, Mapping[str, Any]]], search: Search, models: ModelsHere
 ) -> dict[str, dict[str, Any]]:
-    """Returns each candidate's ratio of times, and both tokens per answer, which should agree."""
     batch = int(candidates[0][0].config["batch_size"])
     count = min(_RUNS, max(search.simulator.num_prompts // batch, 1))
     rounds, progress = _RUNS // count, search.progress

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,8 +32,6 @@ _Counts = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of ``specdec plan``, whose help shows the texts."""
-
     profile: Annotated[
         Text | None,
         "name or file of a latency profile, a described machine (docs/plan.md), or measured: here",
@@ -69,7 +65,6 @@ class PlanOptions:
 
 
 def split_words(words: Iterable[str], keys: Mapping[str, Any]) -> tuple[PlanOptions, list[str]]:
-    """Returns the options of the plan, and the words that are left for the configuration."""
     known = signature_of(PlanOptions).plain
     words = [
         re.sub(r"\b(\d+)k\b", lambda kilo: str(1024 * int(kilo[1])), word)

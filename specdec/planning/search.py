@@ -4,8 +4,6 @@ Candidates are compared on the same prompts. The uncertainty of a ratio is estim
 prompts anew (``Times.resampled``), as many as there is information (``effective``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,8 +40,6 @@ _Tried = dict[str, tuple[float, Candidate]]  # key of a candidate -> its time in
 
 @dataclass(slots=True)
 class Search:
-    """A search over presets, layouts and sizes."""
-
     machine: Machine
     simulator: Simulator
     chosen: PlanOptions
@@ -60,11 +56,7 @@ class Search:
     spent: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
 
     def run(self, presets: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates of the last round, and plain decoding.
-
-        First every preset is tried as it is, in every layout; then sizes of those that may still be
-        best, the fastest first; then successive halving.
-        """
+        """Returns the candidates of the last round, and plain decoding."""
         self.progress.phase("layouts", len(presets))
         tried: dict[str, _Tried] = {}
         for preset in presets:
@@ -112,7 +104,6 @@ class Search:
         return sorted(candidates, key=lambda c: self.times(c, count).mean)
 
     def has_time(self, *, decoded: bool = False, share: float = 1.0) -> bool:
-        """Returns whether a share of the time is left; if not, the search is not complete."""
         limit = share * self.chosen.budget_s * (_DECODING if decoded else 1.0)
         if self.spent[decoded] <= limit:
             return True
@@ -120,7 +111,6 @@ class Search:
         return False
 
     def _in_layouts(self, preset: Candidate) -> _Tried:
-        """Tries a preset as it is in every layout that fits."""
         tried: _Tried = {}
         reasons = []
         others = max(preset.free - 1, 0)  # devices of models other than target and draft

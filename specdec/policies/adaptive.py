@@ -1,19 +1,14 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Index, Share, Text, validated
 from specdec.policies.tree_growth import as_nodes, ready_requests
+from specdec.state import DecodeState, RequestState
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _TRIALS = 2  # rounds of each arm before any is preferred
 _PRIOR_ROUNDS = 4.0  # weight of other requests in a request's own gain
@@ -30,8 +25,7 @@ class Arm:
 
     Attributes:
         name: label in printed lines.
-        member: index into ``TokenSource.members`` of the source that proposes. None, or a source
-            without members: the whole source proposes.
+        member: index into ``TokenSource.members`` of the source; None: the whole source.
     """
 
     name: Text
@@ -60,8 +54,6 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Round:
-    """A round of a request that has not ended; ``first`` if the round before had another arm."""
-
     arm: int
     began_s: float
     num_tokens: int
@@ -90,15 +82,13 @@ class Adaptive(TreePolicy):
 
     An arm's *gain* is the mean number of tokens that a round of it commits: that of the request's
     own rounds, averaged with that of all requests, which has the weight of four rounds. Its *cost*
-    is the mean time of a round over all requests, from the start of one round to the start of the
-    next, on the run's clock. An arm therefore pays if its gain is above its cost divided by that of
-    plain decoding.
+    is the mean time of a round over all requests, from start to start, on the run's clock.
 
-    Other arms are tried again, the longest unused first, as long as the net time lost in such
-    rounds is at most ``explore`` of all time. Each trial has two rounds, since the first one
-    includes what a source has to catch up. Plain decoding is tried rarely: its gain is known, only
-    its cost may change. A choice uses only rounds that have ended, never future random draws. With
-    verifiers that are lossless token for token, the output does not depend on the choices.
+    Other arms are tried again, the longest unused first, in trials of two rounds (the first
+    includes what a source has to catch up), as long as the net time lost is at most ``explore`` of
+    all time. Plain decoding is tried rarely: only its cost may change. A choice uses only rounds
+    that have ended, never future random draws, so with verifiers that are lossless token for token
+    the output does not depend on it.
 
     Args:
         arms: the arms besides plain decoding, at least one.
@@ -216,7 +206,6 @@ class Adaptive(TreePolicy):
         return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
 
     def _rate(self, record: _Record, arm: int) -> float:
-        """Returns the expected tokens per second of an arm."""
         cost = self._costs[arm].value
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
 

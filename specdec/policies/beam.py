@@ -1,7 +1,5 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
@@ -14,10 +12,8 @@ from specdec.policies.tree_growth import (
     expand,
     ready_requests,
 )
+from specdec.state import DecodeState
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 @validated
@@ -26,9 +22,9 @@ class BestOfBeam(TreePolicy):
     """Expands the ``width`` best nodes of each level, then submits the ``nodes`` best of all.
 
     EAGLE-2 (arXiv 2406.16858, section 4): the best of a level's candidates by cumulative
-    probability are the next level's beam, and the best candidates of all levels are submitted. They
-    are connected, since a child's probability is at most its parent's. After verification the
-    surviving tree is kept and extended, whereas EAGLE-2 drafts a new one.
+    probability are the next level's beam, and the best candidates of all levels, which are
+    connected, are submitted. After verification the surviving tree is kept and extended; EAGLE-2
+    drafts a new one.
 
     Args:
         nodes: nodes per target pass, including the root, at least 2 (the paper: 60).

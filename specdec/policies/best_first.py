@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 import itertools
 from math import exp
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -18,11 +16,9 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
 
@@ -41,20 +37,17 @@ class BestFirst(TreePolicy):
     ``bs`` best nodes or the ``w`` best leaves.
 
     *Serial form* (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
-    ``d`` times, continues while fewer than ``bs`` nodes are available, and submits the ``bs`` best
-    nodes. Nothing more is submitted until they are answered.
+    ``d`` times, continues while fewer than ``bs`` nodes are available, and submits the ``bs`` best.
 
     *Asynchronous form* (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
-    target verifies. ``select`` only adds what is missing to ``bs`` nodes (lines 13-15). With
-    ``min_mass``, ``select`` also makes the expansions that pay, which the paper does not do: after
-    a miss, the tree below the new root is empty.
+    target verifies; ``select`` only adds what is missing to ``bs`` nodes (lines 13-15) and, with
+    ``min_mass``, the expansions that pay: after a miss, the tree below the new root is empty.
 
     *Complete trees* (``d="complete"``, serial): leaves are expanded only if they are among the
-    ``bs`` best nodes and candidates, until there are none. The result is the best subgraph of
-    ``bs`` nodes of the source's infinite tree, because a child's score is at most its parent's. For
-    a source that proposes for all positions without a pass of its own per level (Medusa heads,
+    ``bs`` best nodes and candidates, until there are none: the best subgraph of ``bs`` nodes of the
+    source's infinite tree. For a source that proposes for all positions at once (Medusa heads,
     block drafters) this is DDTree's heap over products of marginals (arXiv 2604.12989), in whole
-    levels instead of single nodes. A draft model needs as many passes as the tree is deep.
+    levels.
 
     Args:
         bs: nodes per target pass, including the root, at least 2 (the paper: 8).
@@ -64,16 +57,15 @@ class BestFirst(TreePolicy):
             "ratio" and "ratio_plus_one" by a number derived from the latency profile.
         children: candidates per expanded leaf; the paper does not state it. Default: max(bs, w).
         asynchronous: expand in ``overlap`` instead of in ``select``.
-        min_mass: minimum total probability of the ``w`` best leaves, which is an upper bound on the
-            tokens that their expansion gains. A useful value is (draft pass / target pass) x tokens
-            per pass. Serial form: a request's expansions end early below it. Asynchronous form:
-            ``select`` expands as long as it is reached. 0: never.
+        min_mass: minimum total probability of the ``w`` best leaves, an upper bound on the tokens
+            that their expansion gains; useful: (draft pass / target pass) x tokens per pass. Serial
+            form: a request's expansions end early below it. Asynchronous form: ``select`` expands
+            as long as it is reached. 0: never.
         min_prob: nodes whose draft probability of being on the target's path is lower are neither
-            expanded nor submitted. Useful up to (cost of a row / target pass) x tokens per pass
-            where rows have a cost (CPUs, large batches).
+            expanded nor submitted; useful up to (cost of a row / target pass) x tokens per pass.
 
     Attributes:
-        expansions: number of growth rounds so far, "between" target passes and "beside" them.
+        expansions: growth rounds so far, "between" target passes and "beside" them.
     """
 
     value_dependent = True
@@ -140,7 +132,6 @@ class BestFirst(TreePolicy):
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Asynchronous form: expands ``d`` times, or until the target is ready."""
         if not self.asynchronous:
             return False
         growing = live_requests(state)
@@ -160,11 +151,11 @@ class BestFirst(TreePolicy):
         unanswered: dict[int, IntArray],
         min_mass: float = 0.0,
     ) -> list[RequestState]:
-        """Expands the ``w`` most probable leaves of each request in one call of the source.
+        """Expands the ``w`` most probable leaves of each request, unless their total probability is
+        below ``min_mass``, in one call of the source.
 
-        Leaves with a smaller total probability than ``min_mass`` are not expanded. ``unanswered``
-        collects the slots, by request id, for which the source had no candidates in this call of
-        the policy. Returns the requests that had leaves to expand.
+        ``unanswered`` collects the slots, by request id, without candidates in this call of the
+        policy. Returns the requests that had leaves to expand.
         """
         leaves = []
         for request in requests:
@@ -194,7 +185,6 @@ class BestFirst(TreePolicy):
 
 
 def _mass(tree: TokenTree, slots: IntArray) -> float:
-    """Returns the draft probability that the target's path contains one of the leaves."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 

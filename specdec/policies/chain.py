@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +10,9 @@ from specdec.policies.tree_growth import (
     ready_requests,
     unsubmitted,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class Chain(TreePolicy):
@@ -49,10 +44,8 @@ def grow_chains(
     lengths: Sequence[tuple[RequestState, int]],
     children: int = 1,
 ) -> None:
-    """Grows a chain of first candidates below each root, with one source call per token.
-
-    ``lengths`` are pairs (request, length of its chain); a chain is shorter near the request's end.
-    ``children`` candidates are requested per node, of which the chain takes the first.
+    """Grows a chain of first candidates (of ``children`` requested) below each root, with one
+    source call per token, of these ``lengths`` (request, tokens) or shorter near the request's end.
     """
     growing = []
     for request, gamma in lengths:

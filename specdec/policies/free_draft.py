@@ -4,29 +4,20 @@ If the source is not asynchronous, a pass runs when it is started, and the targe
 ``sources.Background`` makes any source asynchronous.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies.tree_growth import append_best, live_requests, open_bottom
+from specdec.state import DecodeState, RequestState
 from specdec.types import NO_NODE, Event, EventKind, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class FreePasses(TreePolicy):
-    """Base of policies that start draft passes until the target is ready.
+    """Base of policies that start draft passes until the target is ready, at most ``ahead`` tokens
+    below the root.
 
-    Rejection verifiers are not allowed: they would keep the target's distribution, but the output
-    for a seed would depend on the times of passes.
-
-    Attributes:
-        ahead: maximum number of tokens below the root.
-        feeds_busy_target: whether a step also ends when a busy target can be given more nodes.
+    Rejection verifiers, whose output for a seed would depend on times, are not allowed.
+    ``feeds_busy_target``: a step also ends when a busy target can be given more nodes.
     """
 
     value_dependent = False
@@ -58,7 +49,6 @@ class FreePasses(TreePolicy):
         raise NotImplementedError
 
     def can_submit(self, state: DecodeState) -> bool:
-        """Whether the next ``select`` has nodes for the target; called after ``grow``."""
         raise NotImplementedError
 
 
@@ -90,7 +80,6 @@ class FreeDraft(FreePasses):
                 events.start(Nodes(((request.id, request.tree.ids[open_bottom(request)]),)), 1)
 
     def grow(self, state: DecodeState, event: Event) -> None:
-        """Turns the candidate of a pass that ended into a node, unless its parent was pruned."""
         assert event.ticket is not None
         for request_id, ids in event.ticket.nodes.items:
             request = state.requests.get(request_id)

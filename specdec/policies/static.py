@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -21,11 +19,9 @@ from specdec.policies.tree_growth import (
     ready_requests,
     unsubmitted,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import Commit, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 @validated
@@ -35,19 +31,17 @@ class Static(TreePolicy):
 
     This is SpecInfer's expansion configuration (section 3); the default is its <1,1,3,1,1,1,1,1>.
     The topology does not depend on the candidates' values, so sampled candidates stay unbiased
-    under rejection.
-
-    ``draft_overlap`` sets when the tree after the one under verification is drafted:
+    under rejection. ``draft_overlap`` sets when the tree after the one under verification is
+    drafted:
 
     *none*: after the answer, while the target waits.
 
     *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
-    next tree below each of the ``guesses`` most probable next roots, which are candidates that the
-    submitted tree does not contain. If the answer ends in one of them, only the rest of its tree is
-    drafted serially. The roots are selected by value, so rejection verifiers cannot be used.
+    next tree below each of the ``guesses`` most probable next roots, candidates that the submitted
+    tree does not contain. If the answer ends in one of them, only the rest of its tree is drafted
+    serially. Rejection verifiers cannot be used, since roots are selected by value.
 
-    *full*: an upper limit that no implementation reaches: the answer is always guessed. Drafting
-    then takes no time if it is shorter than the verification before it.
+    *full*: an upper limit that no implementation reaches: the answer is always guessed.
 
     Args:
         branching: children per node, level by level from the root down; not empty.
@@ -83,13 +77,11 @@ class Static(TreePolicy):
     drafts_waiting = True
 
     def prepared(self, request: RequestState) -> bool:
-        """Whether the request's tree is completely drafted and ready for its turn."""
         return request.id in self._complete
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Grows trees of waiting requests until the target is ready, if requests take turns.
-
-        With ``draft_overlap="rule"``, one pass drafts ahead.
+        """Grows trees of waiting requests until the target is ready, if requests take turns; "rule"
+        makes one pass ahead.
         """
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":
@@ -125,7 +117,6 @@ class Static(TreePolicy):
         self._submitted_s.pop(request_id, None)
 
     def _next_ahead(self, request: RequestState) -> tuple[int, IntArray]:
-        """Returns the level that ``rule`` expands next, and its slots (none after the last)."""
         if request.id not in self._ahead:
             return -1, np.arange(len(request.tree))
         level, ids = self._ahead[request.id]
@@ -168,7 +159,6 @@ class Static(TreePolicy):
     def _grow_hidden(
         self, state: DecodeState, source: TokenSource, requests: Sequence[RequestState]
     ) -> None:
-        """Grows the trees as if drafting had begun with the verification before it."""
         if not requests:
             return
         clock = state.clock

@@ -6,11 +6,8 @@ together, so that all requests share one draft forward.
 Shape letters: N nodes, W selected nodes, K candidates per node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,11 +15,9 @@ from specdec.clocks import LatencyProfile, Work
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.sampling.transform import top_set
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import FloatArray, IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _LOWEST = float(np.finfo(np.float64).min)  # a lower bound of every score but -inf
 
@@ -31,15 +26,12 @@ NO_SLOTS: IntArray = np.zeros(0, np.int64)
 
 
 def live_requests(state: DecodeState) -> list[RequestState]:
-    """Returns the requests that are not finished, in order of admission."""
     return [request for request in state.requests.values() if not request.finished]
 
 
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
-    """Returns the requests whose nodes may be submitted in this step, in order of admission.
-
-    A request is ready if it is its turn, its prefill is completely submitted, it is not finished
-    and, for a ``serial`` policy, no answer is outstanding.
+    """Returns the requests whose nodes may be submitted in this step, in order of admission: it is
+    their turn, their prefill is submitted, and for a ``serial`` policy no answer is outstanding.
     """
     return [
         request
@@ -52,20 +44,17 @@ def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
 
 
 def last_position(request: RequestState) -> int:
-    """Returns the position of the last token that the request can emit.
-
-    Nodes beyond it are never created: the model may not have such a position.
+    """Returns the position of the last token that the request can emit, beyond which a model may
+    have no positions.
     """
     return request.num_prompt - 1 + request.stop.max_new_tokens
 
 
 def as_nodes(selected: Iterable[tuple[RequestState, IntArray]]) -> Nodes:
-    """Converts (request, int64[W_r] slots) pairs to ``Nodes``; drops pairs without slots."""
     return Nodes(tuple([(r.id, r.tree.ids[slots]) for r, slots in selected if len(slots)]))
 
 
 def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
-    """Returns all nodes of the requests' trees that were not submitted yet, parents first."""
     return as_nodes([(r, (r.tree.submitted_at < 0).nonzero()[0]) for r in requests])
 
 
@@ -75,10 +64,8 @@ def expand(
     selected: Sequence[tuple[RequestState, IntArray]],
     k: int,
 ) -> list[IntArray]:
-    """Makes one growth round: stores the source's candidates for the selected nodes in the trees.
-
-    ``selected`` has pairs (request, int64[W_r] slots of unexpanded nodes), each request at most
-    once. Returns int64[W_r] per pair: the number of candidates of each node.
+    """Makes one growth round for pairs (request, int64[W_r] slots of unexpanded nodes), each
+    request once; returns int64[W_r] per pair: the number of candidates of each node.
     """
     nodes = as_nodes(selected)
     if not nodes.items:
@@ -117,11 +104,11 @@ def open_bottom(request: RequestState) -> IntArray:
 
 
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
-    """Turns the ``width`` most probable candidates of some nodes into nodes (PipeDec 3.3.3).
+    """Turns the ``width`` most probable of the first ``children`` candidates of each of the slots
+    ``parents``, int64[W], into nodes (PipeDec 3.3.3), ties in slot order.
 
-    Only the first ``children`` candidates of each of the slots ``parents``, int64[W], are
-    considered; ties are in slot order. Returns the new slots, int64[<= width], in the order of
-    their parents (breadth-first, SpecPipe 3.2.1).
+    Returns the new slots, int64[<= width], in the order of their parents (breadth-first, SpecPipe
+    3.2.1).
     """
     logprobs = tree.candidate_logprobs.take(parents, axis=0)[:, :children]  # [W, K]
     scores = (logprobs + tree.scores.take(parents)[:, None]).ravel()
@@ -142,18 +129,12 @@ def most_probable(
 ) -> IntArray:
     """Selects the ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
 
-    With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1): a
-    child's score is at most its parent's, so the best nodes are connected. Ties go to nodes before
-    candidates, then in slot order.
+    With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1), since
+    a child's score is at most its parent's. Ties go to nodes before candidates, then in slot order.
 
-    Args:
-        node_scores: float64[N]; -inf excludes a node.
-        parent_scores: float64[N], added to the log-probabilities of each node's candidates; -inf
-            excludes them.
-        min_score: minimum score of a selected node (the root has 0).
-
-    Returns:
-        int64[<= num]: slots, in slot order.
+    ``node_scores`` float64[N]; ``parent_scores`` float64[N], added to the log-probabilities of each
+    node's candidates (-inf excludes); ``min_score`` of a selected node (the root has 0). Returns
+    int64[<= num]: slots, in slot order.
     """
     num_nodes = len(tree)
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
@@ -170,10 +151,8 @@ def most_probable(
 
 
 def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
-    """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num].
-
-    The candidates become nodes; parents come first. With the submitted nodes they are connected: a
-    child's score is at most its parent's, and ties go to nodes before candidates.
+    """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num],
+    parents first; the candidates become nodes. With the submitted nodes they are connected.
     """
     node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
     return most_probable(tree, node_scores, tree.scores, num, min_score)
@@ -182,10 +161,10 @@ def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> I
 def best_leaves(
     request: RequestState, num: int, *, excluded: IntArray = NO_SLOTS, min_score: float = -np.inf
 ) -> IntArray:
-    """Returns the slots of the most probable leaves, int64[<= num]; candidates become nodes.
+    """Returns the slots of the most probable leaves, int64[<= num], without ``excluded``;
+    candidates become nodes.
 
-    A *leaf* is an unexpanded node or an untaken candidate that can have children: one at the last
-    position that the request can emit is not a leaf. The slots ``excluded`` are not returned.
+    A *leaf* is an unexpanded node or an untaken candidate that can have children.
     """
     tree = request.tree
     scores, closed = tree.scores, tree.expanded
@@ -202,9 +181,8 @@ def best_leaves(
 
 
 def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
-    """Returns the slots of the most probable nodes ``level`` steps below the root, int64[<= num].
-
-    Candidates among them become nodes. The result is empty if no child could be emitted.
+    """Returns the slots of the most probable nodes and candidates ``level`` steps below the root,
+    int64[<= num]; none if no child could be emitted.
     """
     tree = request.tree
     if tree.positions[0] + level >= last_position(request):
@@ -225,25 +203,22 @@ def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int =
 @validated
 @dataclass(eq=False, kw_only=True)
 class FixedWidth(TreePolicy):
-    """Gives each level the ``width`` candidates of highest cumulative probability.
-
-    The candidates of a level are the ``children`` best of each node of the level above (SpecPipe
-    3.3.3, PipeDec 3.3).
+    """Gives each level the ``width`` candidates of highest cumulative probability, among the
+    ``children`` best of each node of the level above (SpecPipe 3.3.3, PipeDec 3.3).
 
     *Pipelined form* (``levels_per_step`` set): each step submits that many levels. The draft
-    forward of the newest level runs in ``overlap`` while the pipeline computes. Its candidates are
-    selected in the next ``select``, after the step's pruning, which leaves more valid nodes
-    (PipeDec 3.3.4). If pruning empties the deepest levels, growth continues at the deepest
-    remaining level, whose candidates are stored. Additional levels of a step are grown in
-    ``overlap`` from the candidates known then. Hits need an executor of latency 2 or more.
+    forward of the newest level runs in ``overlap`` while the pipeline computes; its candidates are
+    selected in the next ``select``, after the step's pruning (PipeDec 3.3.4). If pruning empties
+    the deepest levels, growth continues at the deepest remaining level. Additional levels of a step
+    are grown in ``overlap`` from the candidates known then. Hits need an executor of latency 2 or
+    more.
 
     *Serial form* (``levels_per_step`` None): ``select`` grows ``depth`` levels and submits the tree
-    whole. Nothing more is submitted until it is answered.
+    whole.
 
     With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
-    have arrived. Width 1 with 1 child is PPSD's own chain. Such a chain also grows in the turns of
-    other requests: rejection verifiers draw differently for a node with and without children, so
-    whether a node has a child when it is tested must not depend on the batch.
+    have arrived. Width 1 with 1 child is PPSD's own chain, which also grows in the turns of other
+    requests: whether a node has a child when rejection tests it must not depend on the batch.
 
     Args:
         width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).
@@ -297,10 +272,8 @@ class FixedWidth(TreePolicy):
         return unsubmitted(requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Expands the newest level, and grows the additional levels of a multi-level step.
-
-        A root is expanded during its request's prefill, so that both models' prefills run in
-        parallel (PipeDec 3.4).
+        """Expands the newest level, and grows the additional levels of a multi-level step; a root
+        is expanded during its prefill, so that both models' run in parallel (PipeDec 3.4).
         """
         if source.needs.exits:
             return False  # no node has passed the exit since ``select``
@@ -316,11 +289,9 @@ class FixedWidth(TreePolicy):
         return False
 
     def _append_level(self, request: RequestState) -> IntArray:
-        """Adds a level below the deepest one; returns its slots, int64[<= width], maybe none."""
         return append_best(request.tree, growable_level(request), self.width, self.children)
 
 
 def _submitting(request: RequestState, step: int) -> bool:
-    """Whether the root and the newest submitted level allow a further level in this step."""
     submitted_at = request.tree.submitted_at
     return bool(submitted_at[0] >= 0) and int(submitted_at.max()) == step

@@ -1,7 +1,5 @@
 """``specdec profile``: measures latency profiles; proposes trees, groupings and splits."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -30,11 +28,9 @@ _NOISY = 0.25  # spread of a stage's times above which a warning is printed
 
 
 def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measures a profile, or reads that of ``profiling.use``, and proposes a tree and a grouping.
-
-    Writes NAME.yaml (a measured profile) and profile.json (all results) into ``folder``. If
-    ``profiling.use`` names a profile, the section ``use`` of ``cfg`` has its costs. Returns the
-    content of profile.json.
+    """Measures a profile, or reads that of ``profiling.use`` (costs in the section ``use``), and
+    proposes a tree and a grouping; writes NAME.yaml (a measured profile) and profile.json, whose
+    content it returns.
     """
     work = Workload.of(cfg, progress)
     options, pair = work.options, work.pair
@@ -86,7 +82,6 @@ def profile_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[s
 def _limits(
     work: Workload, pair: HuggingFacePair, samples: Mapping[Work, Sequence[Sample]]
 ) -> dict[str, Any]:
-    """Compares the passes with the machine's measured limits."""
     passes = passes_of(pair, samples, stages=work.stages, context=work.options.context)
     weight = next(pair.target.parameters())
     size = min(work["num_bytes"] for work in passes if work["kind"] == Work.STAGE)
@@ -95,7 +90,6 @@ def _limits(
 
 
 def _proposal(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fastest cell by the simulator and by Eq. 2, and the range of Eq. 2's error."""
     best, by_eq2 = (min(cells, key=itemgetter(key)) for key in ("tbt", "eq2"))
     keys = ("width", "children", "stages", "group", "tbt")
     errors = [cell["eq2_error"] for cell in cells]
@@ -113,9 +107,8 @@ def _proposal(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Writes profile.json (all splits) and strategy/swiftspec_best.yaml (the best) into ``folder``.
-
-    ``cfg`` is as for ``profile_job``. Returns the content of profile.json.
+    """Writes profile.json (all splits), whose content it returns, and strategy/swiftspec_best.yaml
+    (the best).
     """
     work = Workload.of(cfg, progress)
     options = work.options
@@ -142,7 +135,6 @@ def allocation_job(cfg: dict[str, Any], folder: Path, progress: Progress) -> dic
 
 
 def profile_text(result: Mapping[str, Any]) -> str:
-    """Returns the tables that the command prints."""
     curves = {k: pd.Series(c["ms"], c["tokens"]) for k, c in result["profile"]["costs"].items()}
     lines = [_table(pd.DataFrame(curves).T.rename_axis("ms at tokens").reset_index())]
     if limits := result["limits"]:
@@ -182,7 +174,6 @@ def profile_text(result: Mapping[str, Any]) -> str:
 
 
 def splits_text(result: Mapping[str, Any]) -> str:
-    """Returns the table that the command prints."""
     splits = pd.DataFrame(result["splits"]).sort_values("tokens_per_s", ascending=False)
     degrees = splits.target.astype(str) + ":" + splits.draft.astype(str)
     splits["target:draft"] = degrees + splits.interpolated.map({True: "*", False: ""})
@@ -196,6 +187,5 @@ def splits_text(result: Mapping[str, Any]) -> str:
 
 
 def _table(frame: pd.DataFrame) -> str:
-    """Missing values are dashes."""
     known = frame.replace({None: np.nan})
     return known.to_string(index=False, justify="right", float_format="{:,.2f}".format, na_rep="-")

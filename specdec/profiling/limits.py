@@ -4,8 +4,6 @@ A pass of R rows takes at least the longer of two times: that of moving its byte
 copy bandwidth, and that of its floating-point operations at the machine's GEMM rate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,10 +30,8 @@ _LEAST_COPY = 1 << 22  # bytes: a smaller copy would mostly measure the call
 def measure_machine(
     *, num_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Times a copy of ``num_bytes`` (at least 4 MiB) and a product of 1024 x 1024 matrices.
-
-    Returns ``copy_bytes``; ``bytes_per_s``, read plus written; and ``flops_per_s``. A copy as large
-    as the weights of a pass benefits as much from a cache.
+    """Times a copy of ``num_bytes`` (at least 4 MiB; as large as a pass, it benefits as much from a
+    cache), read plus written, and a product of 1024 x 1024 matrices.
     """
     source = torch.ones(max(num_bytes, _LEAST_COPY) // dtype.itemsize, dtype=dtype, device=device)
     matrix = torch.ones(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device)
@@ -56,11 +52,11 @@ def measure_machine(
 def work_of(
     layers: Sequence[nn.Module], head: nn.Module | None, config: Any, *, rows: int, context: int
 ) -> tuple[int, int]:
-    """Returns (bytes, FLOPs) of a pass over decoder layers, an output head, or both.
+    """Returns (bytes, FLOPs) of a pass over decoder layers, an output head, or both, after
+    ``context`` cached tokens.
 
-    Bytes are weights, keys and values read once, and keys and values written for the rows.
-    Activations are ignored. FLOPs are two per weight and row, plus those of attention. ``config``
-    is the model's text configuration, ``context`` the number of cached tokens before the rows.
+    Bytes are weights, keys and values read once, and keys and values written for the rows, without
+    activations; FLOPs are two per weight and row, plus those of attention.
     """
     modules = [*layers] if head is None else [*layers, head]
     weights = [parameter for module in modules for parameter in module.parameters()]
@@ -76,7 +72,6 @@ def work_of(
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Returns the bytes of one token's keys and values in one layer."""
     groups = config_value(config, "num_key_value_heads", config.num_attention_heads)
     return 2 * int(groups) * head_size(config) * itemsize
 
@@ -84,10 +79,7 @@ def kv_bytes(config: Any, itemsize: int) -> int:
 def passes_of(
     pair: HuggingFacePair, samples: Mapping[Work, Sequence[Sample]], *, stages: int, context: int
 ) -> list[dict[str, Any]]:
-    """Returns the measured passes of stage, head and draft, with what each must move and compute.
-
-    ``samples`` are results of ``measure_model``, which measures the longest of ``stages`` slices.
-    """
+    """Returns the passes of ``measure_model``'s samples, with what each must move and compute."""
     num_layers = max(last - first for first, last in split_layers(pair.num_layers, stages))
     target, draft = pair.target, pair.draft
     models = {
@@ -111,7 +103,6 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def bounded(work: Mapping[str, Any], machine: Mapping[str, float]) -> dict[str, Any]:
-    """Adds the least time of a pass, the limit that sets it, and the share that is reached."""
     moving = 1e3 * work["num_bytes"] / machine["bytes_per_s"]
     computing = 1e3 * work["flops"] / machine["flops_per_s"]
     ms, bound = max((moving, "bytes"), (computing, "flops"), key=lambda limit: limit[0])

@@ -3,8 +3,6 @@
 Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -52,7 +50,6 @@ class Sample:
 
 
 def costs_of(samples: Mapping[Work, Sequence[Sample]]) -> dict[str, Any]:
-    """Returns cost curves of the medians, as in a profile; what costs nothing has none."""
     costs = {}
     for kind, of_kind in samples.items():
         ms = [round(sample.median_ms, _DIGITS) for sample in of_kind]
@@ -77,11 +74,9 @@ def measure_model(
     The longest of ``stages`` slices of the target is measured. The time of the head is that of the
     last slice with the logits of all rows minus that of a pass without logits directly before.
 
-    Args:
-        tokens: numbers of rows per pass, increasing.
-        context: committed tokens before the tree.
-        requests: number of requests that share a pass, each with its own cache. A pass of fewer
-            rows has one row per request.
+    ``tokens`` are increasing numbers of rows per pass, after ``context`` committed ones.
+    ``requests`` share a pass, each with its own cache; a pass of fewer rows has one row per
+    request.
     """
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
@@ -113,9 +108,8 @@ def measure_model(
 
 
 class _TimedRunner:
-    """A slice of a model with one filled cache per request.
-
-    The methods return seconds; ``num`` is the number of rows over all requests.
+    """A slice of a model with one filled cache per request; methods return seconds of ``num`` rows
+    over all requests.
     """
 
     def __init__(self, runner: ModelRunner, context: int, max_tokens: int, requests: int) -> None:
@@ -128,7 +122,6 @@ class _TimedRunner:
                 runner.forward([rows], hidden=self._hidden(len(tokens)), logits_rows=NO_ROWS)
 
     def layers(self, num: int) -> float:
-        """Times the layers without logits, with rows packed and masked as in a run."""
         return self._seconds(lambda: self._pass(num, NO_ROWS))
 
     def head(self, num: int) -> float:
@@ -137,8 +130,6 @@ class _TimedRunner:
         return self._seconds(lambda: self._pass(num, None)) - bare
 
     def proposals(self, num: int) -> float:
-        """Times a draft pass and the selection of its candidates."""
-
         def propose() -> None:
             logits = self._pass(num, None)
             assert logits is not None
@@ -176,7 +167,6 @@ class _TimedRunner:
     def _pass(
         self, num: int, logits_rows: IntArray | None, requests: int | None = None
     ) -> torch.Tensor | None:
-        """Runs one pass over rows that are spread over the caches, and returns its logits."""
         used = self._caches[:requests][:num]
         each, more = divmod(num, len(used))
         levels = (_level(each + (at < more), self._context) for at in range(len(used)))
@@ -206,10 +196,8 @@ def _level(num: int, context: int) -> TreeRows:
 def measure_transfer(
     *, width: int, dtype: torch.dtype, tokens: Sequence[int], repeats: int
 ) -> list[Sample]:
-    """Measures half of a round trip between two processes over the pipeline's transport.
-
-    ``tokens`` are the numbers of rows per message, each of ``width`` values. One measurement before
-    the ``repeats`` is not counted.
+    """Measures half of a round trip between two processes over gloo; a message is ``tokens`` rows
+    of ``width`` values.
     """
     # Fresh processes: gloo's and torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -230,7 +218,6 @@ def measure_transfer(
 def _side(
     rank: int, port: int, width: int, dtype: torch.dtype, tokens: tuple[int, ...], repeats: int
 ) -> list[list[float]]:
-    """Runs in each process; returns the milliseconds of every round and number of tokens."""
     from specdec.distributed.transport import gloo_group
 
     torch.set_num_threads(1)

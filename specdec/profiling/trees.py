@@ -50,8 +50,6 @@ _FileName = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilingOptions:
-    """The section ``profiling``, whose keys conf/profiling.yaml describes."""
-
     name: _FileName
     use: Text | None
     tokens: _Counts
@@ -68,7 +66,6 @@ class ProfilingOptions:
 
 
 def load(cfg: Mapping[str, Any], progress: Progress) -> tuple[ModelPair, list[TokenPrompt]]:
-    """Sets the number of threads, and loads models and prompts."""
     if cfg.get("threads"):
         torch.set_num_threads(int(cfg["threads"]))
     pair, prompts, _ = prepare(cfg, progress=progress)
@@ -77,9 +74,8 @@ def load(cfg: Mapping[str, Any], progress: Progress) -> tuple[ModelPair, list[To
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The models and prompts of a configuration, to be decoded one by one under changed sections.
-
-    ``cfg`` is the resolved configuration. Its ``batch_size`` and ``trace`` are ignored.
+    """The models and prompts of a configuration, to be decoded one by one (without trace) under
+    changed sections.
     """
 
     cfg: Mapping[str, Any]
@@ -100,9 +96,8 @@ class Workload:
     def decode(
         self, policy: Mapping[str, Any], executor: Mapping[str, Any], clock: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Decodes all prompts with these sections and returns the summary.
-
-        On a measured clock the first prompt is decoded once before.
+        """Decodes all prompts with these sections, on a measured clock the first one once more
+        before, and returns the summary.
         """
         sections = {"policy": policy, "executor": {**self.cfg["executor"], **executor}}
         cfg = {**self.cfg, **sections, "clock": clock, "batch_size": 1, "trace": False}
@@ -126,7 +121,6 @@ class Workload:
 
 
 def clock_node(name: str, costs: Mapping[str, Any], note: str = "") -> dict[str, Any]:
-    """Returns the section of a simulated clock; ``costs`` has the curves by kind of work."""
     return {"kind": "simulated", "profile": name, "scale": 1.0, "note": note, "costs": costs}
 
 
@@ -135,7 +129,6 @@ def as_yaml(node: Mapping[str, Any]) -> str:
 
 
 def curve_on(degrees: Mapping[str, Any], kind: str, devices: int) -> dict[str, Any] | None:
-    """Returns the curve of work that so many devices share; None outside a profile's degrees."""
     curves = degrees.get(kind, {})
     known = [int(number) for number in curves]
     covered = known and min(known) <= devices <= max(known)
@@ -144,8 +137,6 @@ def curve_on(degrees: Mapping[str, Any], kind: str, devices: int) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one pipeline step at a tree width, in milliseconds."""
-
     stages: tuple[float, ...]  # compute, pruning and transfer; the last includes the output head
     compute: float  # of the longest stage for a tree level, C max T_c
     transfer: float  # of one tree level
@@ -153,10 +144,8 @@ class StepTimes:
 
     @staticmethod
     def of(profile: LatencyProfile, *, width: int, stages: int, group: int = 1) -> StepTimes:
-        """Reads the times from a profile of one device.
-
-        ``width`` is in tokens per tree level. ``group`` is the number of devices per stage, which
-        work in sequence within a step (PipeDec's G).
+        """Reads the times from a profile of one device at a tree width; a ``group`` of devices
+        works in sequence within a step (PipeDec's G).
         """
         transfer = profile.ms(Work.TRANSFER, width)
         compute = group * profile.ms(Work.STAGE, width) + (group - 1) * transfer
@@ -186,10 +175,8 @@ def pipedec_latency(times: StepTimes) -> float:
 
 
 def propose(work: Workload, clock: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Simulates SpecPipe with several trees on ``clock``, a profile of one device.
-
-    Every width with every number of children has one device per stage; the fastest tree is tried in
-    every grouping.
+    """Simulates SpecPipe on ``clock``, a profile of one device: every width with every number of
+    children has one device per stage; the fastest tree is tried in every grouping.
     """
     options, devices = work.options, work.stages
     wrong = [g for g in options.groups if devices % g]
@@ -212,10 +199,8 @@ def propose(work: Workload, clock: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _cell(
     work: Workload, clock: Mapping[str, Any], width: int, children: int, group: int
 ) -> dict[str, Any]:
-    """Returns the simulated milliseconds between tokens (tbt) and the equations' estimates of it.
-
-    The errors are relative to the simulation, whose hit rate SpecPipe's equations take as p.
-    ``group`` is in devices per stage.
+    """Returns the simulated milliseconds between tokens (tbt) and the equations' estimates of it,
+    of which SpecPipe's take the simulated hit rate as p.
     """
     stages = work.stages // group
     tree = {"width": width, "children": children}
@@ -244,10 +229,9 @@ def _cell(
 def allocate(work: Workload, use: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Decodes all prompts with every combination of split and tree (SwiftSpec 3.1 and 5.5).
 
-    If ``use`` is a latency profile (``name``, ``costs``, ``degrees``), each tree is simulated with
-    d = floor(target time / draft time) and with d + 1. If it is None, decoding runs on real ranks,
-    timed by the wall clock, with as many draft expansions as fit into a target pass; the times of
-    single passes are None then.
+    On the latency profile ``use``, each tree is simulated with d = floor(target time / draft time)
+    and with d + 1. Without it, decoding runs on real ranks, timed by the wall clock, with as many
+    draft expansions as fit into a target pass.
     """
     options, devices = work.options, work.options.devices or 0
     wrong = [target for target in options.targets if target >= devices]
@@ -284,7 +268,6 @@ def allocate(work: Workload, use: Mapping[str, Any] | None) -> list[dict[str, An
 
 
 def _split_clock(use: Mapping[str, Any], target: int, draft: int) -> tuple[dict[str, Any], bool]:
-    """Returns the clock of a split, and whether a time is between two of the profile's."""
     costs, degrees, interpolated = dict(use["costs"]), use.get("degrees") or {}, False
     for kind, devices in (("stage", target), ("draft", draft)):
         known = sorted(int(number) for number in degrees.get(kind, ()))

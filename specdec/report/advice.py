@@ -1,7 +1,5 @@
 """Lines below a table that say what its rows suggest, and what to run next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +39,8 @@ def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float
     """Returns the predicted gain of a smaller or larger tree, and the line; 0 if nothing follows.
 
     A chain's best length follows from Leviathan et al. (2023), Theorem 3.8, if a pass costs a
-    constant plus a term per row; trees of other policies are halved if their passes cost more than
-    the tokens that they emit.
+    constant plus a term per row; other trees are halved if their passes cost more than the tokens
+    that they emit.
     """
     pass_s, one_s = _pass_s(row, plain), _pass_s(plain, plain)
     num_rows, tokens = row.get("rows_per_target_pass"), row.get("acceptance_length")
@@ -72,9 +70,8 @@ def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float
 
 
 def _pass_s(row: Row, plain: Row) -> float | None:
-    """Returns the mean seconds of a row's target passes after the first token, as measured.
-
-    None on other clocks, with several requests or steps in flight, or without model calls.
+    """Returns the mean seconds of a row's target passes after the first token; None on other clocks
+    than a measured one, with several requests or steps in flight, or without model calls.
     """
     target_s, ttft_ms = (row.get("model_s") or {}).get("target"), plain.get("ttft_ms")
     alone = row.get("latency") == 1 and (row.get("mean_batch") or 1.0) == 1.0

@@ -3,8 +3,6 @@
 Staged Speculative Decoding (2308.04623), Figure 3, shows tokens in this way.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +26,6 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete characte
 
 
 class TextPiece(NamedTuple):
-    """A part of the output that one source proposed; origin -1 is the target."""
-
     text: str
     origin: int
 
@@ -37,9 +33,8 @@ class TextPiece(NamedTuple):
 def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
     """Finds the end index of each token's text within the whole text, by incremental decoding.
 
-    Tokenizers may drop a leading space, so each token is decoded together with the preceding ones
-    up to the last complete character. A token that leaves a character incomplete ends where the
-    previous token ends; the character belongs to the token that completes it.
+    Tokenizers may drop a leading space, so each token is decoded with the preceding ones up to the
+    last complete character. A character belongs to the token that completes it.
     """
     ends: list[int] = []
     begin, seen, end = 0, 0, 0  # window [begin, i]; the text of [begin, seen) ends at ``end``
@@ -55,7 +50,6 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
 def write_token_ends(
     folder: str | Path, results: Mapping[str, Iterable[RequestResult]], tokenizer: Any
 ) -> Path | None:
-    """Writes ``token_ends`` of all outputs, by strategy; nothing without a tokenizer."""
     if tokenizer is None:
         return None
 
@@ -70,9 +64,8 @@ def write_token_ends(
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
-    """Splits the output into pieces, each from consecutive tokens of one source.
-
-    Without ``ends`` (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
+    """Splits the output into pieces, each from consecutive tokens of one source; without ``ends``
+    (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
     """
     if ends is None or len(ends) != len(result.output):
         texts = [f"#{token} " for token in result.output]
@@ -101,20 +94,17 @@ def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _name(node: Mapping[str, Any]) -> str:
-    """Derives a readable name from a part's class: "draft model" for DraftModelSource."""
     cls = str(node["_target_"]).rpartition(".")[2].removesuffix("Source")
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*", cls)
     return "n-gram" if cls == "NGram" else " ".join(words).lower()
 
 
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
-    """Maps each source index, in ascending order, to its share of the generated tokens."""
     counts = Counter(origin for result in results for origin in result.origins)
     return {origin: counts[origin] / counts.total() for origin in sorted(counts)}
 
 
 def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
-    """Renders the output for a terminal, with background colours for sources."""
     return Text.assemble(*((p.text, terminal_style(p.origin)) for p in pieces(result, ends)))
 
 

@@ -1,7 +1,5 @@
 """Renders one self-contained HTML page per results folder: table, plots, texts and timeline."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -37,8 +35,6 @@ _MAX_TREES_BYTES = 12_000_000
 
 @dataclass(frozen=True, slots=True)
 class ResultsReport:
-    """Results of a folder, ready for display."""
-
     folder: Path
     results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
     rows: tuple[Mapping[str, Any], ...]  # of ``tables.shown_rows``, of complete runs
@@ -46,7 +42,6 @@ class ResultsReport:
 
 
 def load_report(folder: str | Path) -> ResultsReport:
-    """Reads a folder; compares jobs of a sweep with its ``ar`` job under the same conditions."""
     found = read(folder)
     if not any(result.records for result in found):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
@@ -63,7 +58,6 @@ def load_report(folder: str | Path) -> ResultsReport:
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges conditions of several runs; of those that vary only the title's are kept, joined."""
     shared: dict[str, Any] = {}
     for key in dict.fromkeys(key for each in conditions for key in each):
         values = list(dict.fromkeys(str(each.get(key)) for each in conditions))
@@ -76,7 +70,6 @@ def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _row(result: Result) -> Mapping[str, Any]:
-    """Returns the table row of a comparison, or computes it from the run and its baseline."""
     summary = result.summary
     assert summary is not None
     if "speedup_wall" in summary:
@@ -89,7 +82,6 @@ def _row(result: Result) -> Mapping[str, Any]:
 
 
 def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
-    """Writes ``report.html``, with ``num_texts`` texts per strategy, and its pictures."""
     results = [result for result in report.results if result.records]
     timeline, trees = _trace(report)
     drawn: dict[str, bytes | None] = {
@@ -116,7 +108,6 @@ def _comparison(report: ResultsReport) -> bytes | None:
 def text_of(
     report: ResultsReport, prompt: int
 ) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
-    """Returns per strategy the output of one prompt and its ``token_ends``."""
     outputs = [(result, output) for result in report.results for output in result.results]
     texts = [(r, o, r.ends.get(str(prompt))) for r, o in outputs if o.id == prompt]
     if not texts:
@@ -126,9 +117,8 @@ def text_of(
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the first traced run's pictures by name, and the trees for the template.
-
-    The trees of the first two traced runs are side by side if they decode the same prompts.
+    """Returns the first traced run's pictures by name, and the trees of one, or of two that decode
+    the same prompts.
     """
     styles, tracks = styles_of(report.results), list[Track]()
     pictures: dict[str, bytes | None] = {}

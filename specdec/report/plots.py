@@ -45,9 +45,8 @@ def comparison_png(
     styles: Sequence[Style],
     points: Sequence[FloatArray],
 ) -> bytes:
-    """Plots speed-up over ``ar``, tokens per second and acceptance.
-
-    Every row has a style and ``points``, the speed-ups of its prompts.
+    """Plots speed-up over ``ar``, tokens per second and acceptance; ``points`` are the speed-ups of
+    each row's prompts.
     """
     figure, rows = figure_of(11.0, 2.2 + 0.46 * len(rows)), shown_rows(rows, conditions)
     speedup, speed, third = axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1, 1])
@@ -93,7 +92,6 @@ def comparison_png(
 def _bars(
     ax: Axes, rows: Sequence[Row], styles: Sequence[Style], name: str, form: str, above: int = 0
 ) -> None:
-    """Draws one horizontal bar per row and writes its value ``above`` points over its end."""
     text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
     for y, (row, style) in enumerate(zip(rows, styles, strict=True)):
         if (value := row.get(name)) is not None:
@@ -102,7 +100,6 @@ def _bars(
 
 
 def run_png(result: Result) -> bytes:
-    """Plots what the throughput and the acceptance pictures of a report have."""
     figure = figure_of(11.0, 7.4)
     time, rate, depth, position = figure.subplots(2, 2).flat
     _throughput(time, rate, [result])
@@ -112,7 +109,6 @@ def run_png(result: Result) -> bytes:
 
 
 def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    """Plots acceptance by depth below the root, and the share of drafted tokens by position."""
     figure = figure_of(11.0, 4.0)
     axes = depth, position = figure.subplots(1, 2)
     _acceptance(depth, position, results)
@@ -144,7 +140,6 @@ def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
 
 
 def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    """Plots tokens over time since admission, and tokens per second by position in the output."""
     figure = figure_of(11.0, 4.0)
     axes = time, rate = figure.subplots(1, 2)
     _throughput(time, rate, results)
@@ -165,9 +160,8 @@ def _throughput(time: Axes, rate: Axes, results: Sequence[Result]) -> None:
 
 
 def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes | None:
-    """Plots the share of drafted tokens by prompt, in the order of finishing, and by domain.
-
-    Returns None with fewer than four prompts, or if no source drafted.
+    """Plots the share of drafted tokens by prompt, in the order of finishing, and by domain; None
+    with fewer than four prompts, or if no source drafted.
     """
     drawn = [
         (drafted_tokens(r.records), style, r.name) for r, style in _drawn(results, plain=False)
@@ -200,9 +194,8 @@ def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> 
 
 
 def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
-    """float64[N]: mean over prompts of the seconds from admission to the n-th token.
-
-    N is the largest length that at least half of the prompts reach; shorter ones do not count.
+    """Mean over prompts of the seconds from admission to the n-th token, up to the length that half
+    of them reach.
     """
     times = (np.asarray(r.emitted_s) - r.admitted_s for r in requests if r.emitted_s)
     table = pd.DataFrame({i: pd.Series(own) for i, own in enumerate(times)})  # [token, prompt]
@@ -211,9 +204,8 @@ def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
 
 
 def rate_by_position(requests: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
-    """Returns middle position and tokens per second of each bucket, pooled over prompts.
-
-    Covers the decode phase (``metrics.times.decode_phase``); omits buckets without elapsed time.
+    """Returns middle position and tokens per second of each bucket of the decode phase with elapsed
+    time.
     """
     # The prefill has emitted the tokens before the first gap.
     starts = [len(r.output) - decode_phase(r).tokens for r in requests]
@@ -235,7 +227,6 @@ def _drawn(
 
 
 def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
-    """Labels a panel over positions; its axis begins at 0 and ends after the last bucket."""
     last = max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
     label = f"position in the output (tokens, buckets of {bucket})"
     tidy(ax, xlabel=label, ylabel=ylabel, xlim=(0, last + bucket / 2), ylim=ylim)
@@ -245,7 +236,6 @@ def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
 
 
 def tidy(ax: Axes, **labels: Any) -> None:
-    """Applies the common axis style; ``labels`` are arguments of ``Axes.set``."""
     ax.set(**labels)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
@@ -256,7 +246,6 @@ def tidy(ax: Axes, **labels: Any) -> None:
 
 
 def figure_of(width: float, height: float, dpi: int = _DPI) -> Figure:
-    """Creates an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure  # takes a second to import
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
@@ -268,9 +257,8 @@ def png(
     conditions: Mapping[str, Any] | None = None,
     legend: Iterable[Axes] = (),
 ) -> bytes:
-    """Returns the PNG file of a figure; its title has a second line that names the conditions.
-
-    The labelled lines of the axes in ``legend`` get one legend at the bottom.
+    """Returns the PNG file of a figure, with a second line of title for the conditions, and one
+    legend for the axes in ``legend``.
     """
     width = int(13 * figure.get_figwidth())  # characters
     lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json
@@ -35,9 +33,8 @@ def provenance(
 ) -> dict[str, Any]:
     """Returns the information needed to judge or repeat a run, and the entries of ``extra``.
 
-    Of ``config`` only the hash is recorded, and the host name is not. Paths inside the working
-    directory or the home folder become relative to it; values of keys that look like secrets are
-    redacted.
+    Of ``config`` only the hash is recorded, and not the host name; paths become relative to working
+    directory or home, and values of keys that look like secrets are redacted.
     """
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -55,12 +52,10 @@ def provenance(
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a resolved configuration, which does not depend on key order."""
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
 def _hardware() -> dict[str, Any]:
-    """Describes the machine; threads and GPUs only if torch has been imported already."""
     memory, cpu = host_memory(), None
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -84,7 +79,6 @@ def _hardware() -> dict[str, Any]:
 
 
 def host_memory() -> int | None:
-    """Returns the bytes of this machine's memory; None if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -92,9 +86,8 @@ def host_memory() -> int | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Describes the git repository that contains this package; None outside one.
-
-    A dirty tree is identified by the hash of its tracked changes.
+    """Describes the git repository that contains this package, a dirty tree by the hash of its
+    tracked changes.
     """
     revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.

@@ -1,7 +1,5 @@
 """Writes ``requests.jsonl``; reads run folders as objects or pandas frames (docs/results.md)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,12 +25,10 @@ COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
 ENDS_FILE = "token_ends.json"
 """A run folder's file that maps strategy -> prompt id -> ``token_ends`` of the output."""
 
-_SHARED = (
+_SHARED = (  # A run and its baseline must agree in these configuration keys
     *("executor", "model", "data", "sampling", "clock", "seed", "batch_size"),
     *("max_new_tokens", "stop_strings", "ignore_eos"),
 )
-"""A run and its baseline must agree in these configuration keys."""
-
 _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 
 Config = dict[str, Any]
@@ -43,8 +39,6 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One line of ``requests.jsonl``."""
-
     strategy: str  # name of the preset
     repeat: int  # index from 0
     result: RequestResult
@@ -58,12 +52,10 @@ class RequestRecord:
 class RequestWriter(AbstractContextManager["RequestWriter"]):
     """Appends lines; removes an incomplete last line that a killed process has left.
 
-    ``records`` has the requests with totals, which a resumed run need not decode again, by
-    strategy, repeat and prompt id.
+    ``records`` has the requests that a resumed run need not decode again.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Opens the file, creating it and its folder; UserError if an earlier line is damaged."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         records, length = _read(file)
@@ -73,7 +65,6 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         self._stream.truncate(length)
 
     def write(self, record: RequestRecord) -> None:
-        """Appends one finished request and flushes the file."""
         result, totals = record.result, record.totals
         if totals is not None:
             self.records[record.strategy, record.repeat, result.id] = record
@@ -98,10 +89,10 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads the finished requests; returns an empty list if the file does not exist.
+    """Reads the finished requests, the last line of each; none if the file does not exist.
 
-    An incomplete last line, left by a killed process, is ignored; any other damaged line is a
-    UserError. Of lines of one request, which earlier versions wrote, the last is returned.
+    An incomplete last line, left by a killed process, is ignored; any other damaged line is
+    refused.
     """
     records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
@@ -152,10 +143,7 @@ def _record(line: dict[str, Any]) -> RequestRecord:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of one strategy in one folder.
-
-    An interrupted run has records but neither summary nor conditions.
-    """
+    """Results of one strategy in one folder; without summary and conditions if interrupted."""
 
     folder: Path
     name: str  # of the job within a sweep, otherwise of the strategy
@@ -169,7 +157,6 @@ class Result:
 
     @property
     def results(self) -> list[RequestResult]:
-        """The finished prompts of the first repeat."""
         return [record.result for record in self.records if record.repeat == 0]
 
     @cached_property
@@ -178,14 +165,12 @@ class Result:
 
     @property
     def requests(self) -> list[RequestResult]:
-        """The finished prompts of all repeats whose totals are known."""
         return [result for run in self.runs for result in run.results]
 
 
 def read(folder: str | Path) -> list[Result]:
-    """Reads all runs, comparisons and sweeps in a folder and its subfolders.
-
-    Returns one entry per strategy and run folder, ordered by folder; includes interrupted runs.
+    """Reads all runs, comparisons and sweeps in a folder and its subfolders: one entry per strategy
+    and run folder.
     """
     base = Path(folder).expanduser()
     if not base.is_dir():
@@ -206,9 +191,8 @@ def read(folder: str | Path) -> list[Result]:
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """Finds the ``ar`` result with the same prompts, models, devices, clock and seed.
-
-    A complete comparison's baseline is its own ``ar`` row, whatever the devices.
+    """Finds the ``ar`` result with the same prompts, models, devices, clock and seed; in a complete
+    comparison its own ``ar`` row.
     """
     compared = "speedup_wall" in (result.summary or {})
     for other in results:
@@ -224,8 +208,7 @@ def styles_of(results: Iterable[Result]) -> dict[str, Style]:
     return row_styles({result.name: result.strategy for result in results})
 
 
-Source = str | Path | Result
-"""A folder for ``read``, or a ``Result`` (of ``specdec.compare``)."""
+Source = str | Path | Result  # A folder for ``read``, or a ``Result`` (of ``specdec.compare``)
 
 
 def frame(*sources: Source) -> DataFrame:
@@ -279,10 +262,10 @@ def token_frame(*sources: Source) -> DataFrame:
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's ``prompt`` (id), sizes, speeds, raw counts and text.
+    """Returns one prompt's ``prompt`` (id), sizes, speeds, raw counts and text; undefined values
+    are None.
 
-    ``acceptance_length`` is in tokens decided per answer; ``drafted_share`` is the share of its
-    tokens that a source proposed. Undefined values are None.
+    ``acceptance_length`` is in tokens decided per answer.
     """
     c, phase, count = result.counters, decode_phase(result), len(result.output)
     return {
@@ -300,10 +283,8 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
 
 
 def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
-    """Returns a pandas frame with one row per finished prompt of the first repeat, in their order.
-
-    Columns: ``domain`` (the category in the data set, in Spec-Bench the task, else the data set; ""
-    if unknown), ``tokens``, ``drafted`` (tokens that a source proposed).
+    """Returns a frame with ``domain`` (category, Spec-Bench's task or data set), ``tokens`` and
+    ``drafted`` (tokens that a source proposed) of each finished prompt of the first repeat.
     """
     rows = [
         (
@@ -354,7 +335,6 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
 
 
 def read_json(path: Path) -> Any:
-    """Returns a file's content, None if it does not exist; UserError if it is damaged."""
     if not path.is_file():
         return None
     try:
@@ -364,7 +344,6 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Like ``read_json``, for files that hold one JSON object."""
     value = read_json(path)
     if isinstance(value, dict) or not path.is_file():
         return value
@@ -372,7 +351,6 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _results(sources: Iterable[Source]) -> Iterator[tuple[Result, dict[str, Any]]]:
-    """Yields each result with the first columns of its rows."""
     for source in sources:
         for r in [source] if isinstance(source, Result) else read(source):
             yield r, {"folder": r.folder.as_posix(), "name": r.name, "strategy": r.strategy}

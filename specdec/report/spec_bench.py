@@ -6,8 +6,6 @@ tokens are over all steps of all questions. The script counts the baseline's tok
 its text again; here both are counted as they were generated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,10 +30,9 @@ _TASK_OF = {category: task for task, categories in TASKS.items() for category in
 def answers_of(
     prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
 ) -> list[Answer]:
-    """Builds a strategy's answers, one per question, with a choice per repeat.
-
-    Each turn of a dialogue is a request. ``wall_time`` is the time from admission to the last token
-    by the run's clock, prefill included. Prompts without ``question_id`` have no answer.
+    """Builds a strategy's answers, one per question, with a choice per repeat and a request per
+    turn; ``wall_time`` is from admission to the last token by the run's clock. Prompts without
+    ``question_id`` have no answer.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for questions, results in zip(turns, repeats, strict=True):
@@ -72,7 +69,6 @@ def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
 
 
 def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
-    """Writes one answer per line; without answers it writes no file and returns None."""
     if not answers:
         return None
     text = "".join(json.dumps(answer) + "\n" for answer in answers)
@@ -82,10 +78,9 @@ def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Pat
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns figures per Spec-Bench task, or per category of other sets, and over all questions.
-
-    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps; ``speedup`` over the
-    baseline's answers is the median over repeats. Empty without categories.
+    """Returns figures per Spec-Bench task, or category of other sets, and over all questions:
+    ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps, ``speedup`` the median
+    over repeats.
     """
     table = _table(answers)
     if table.empty:
@@ -96,7 +91,6 @@ def by_category(
 
 
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Returns a row per question and repeat; questions without a category are left out."""
     rows = [
         (
             *(answer["question_id"], choice["index"], task_of(answer["category"])),
@@ -125,5 +119,4 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def task_of(category: str) -> str:
-    """Returns Spec-Bench's task of a category; categories of other sets are unchanged."""
     return _TASK_OF.get(category, category)

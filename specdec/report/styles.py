@@ -5,8 +5,6 @@ tell them apart (tests/unit/test_styles.py computes the distances). Presets that
 differ in their form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
@@ -14,12 +12,10 @@ from typing import Any
 from zlib import crc32
 
 GREY = "#555555"
-COLORS = (
+COLORS = (  # blue, orange, vermilion, green, violet, lavender, light blue, brown, olive, navy
     *("#0070a8", "#f0a007", "#d05002", "#00a26d", "#5917b2", "#a99dc5", "#649cfe", "#553113"),
     *("#87a448", "#2d2e6b"),
 )
-"""Blue, orange, vermilion, green, violet, lavender, light blue, brown, olive, navy."""
-
 _PRESETS: Mapping[str, tuple[str, ...]] = {
     GREY: (
         *("ar", "hf_generate", "ort_generate", "openvino_generate", "endpoint"),
@@ -38,11 +34,10 @@ _PRESETS: Mapping[str, tuple[str, ...]] = {
 }
 """Colour -> presets, in the order of their forms. Presets often compared differ in colour."""
 
-_FORMS = (
+_FORMS = (  # marker, line and hatch
     *(("o", "-", ""), ("s", "--", "//"), ("^", "-.", ".."), ("D", ":", "xx")),
     *(("v", (0, (5, 1)), "\\\\"), ("P", (0, (3, 1, 1, 1)), "++")),
 )
-"""Marker, line and hatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +48,12 @@ class Style:
     form: int = 0
 
     def line(self) -> dict[str, Any]:
-        """Returns arguments of ``Axes.plot``."""
         return {**self.point(), "ls": _FORMS[self.form % len(_FORMS)][1]}
 
     def point(self) -> dict[str, Any]:
-        """Returns arguments of ``Axes.plot`` and ``Axes.scatter`` for points without a line."""
         return {"color": self.color, "marker": _FORMS[self.form % len(_FORMS)][0]}
 
     def bar(self) -> dict[str, Any]:
-        """Returns arguments of ``Axes.bar``."""
         hatch = _FORMS[self.form % len(_FORMS)][2]
         return {"color": self.color, "hatch": hatch, "edgecolor": "white", "lw": 0.0}
 
@@ -72,10 +64,9 @@ PRESETS: Mapping[str, Style] = {
 
 
 def row_styles(rows: Mapping[str, str] | Iterable[str]) -> dict[str, Style]:
-    """Assigns distinct styles to a figure's rows; a strategy's first row has the strategy's own.
-
-    ``rows`` maps row names to strategies, or just lists the strategies. Names that are no presets
-    get a free colour; the search starts at one that depends on the name alone.
+    """Assigns distinct styles to a figure's rows (names, or name -> strategy); a strategy's first
+    row has its own, names that are no presets get a free colour, searched from one that depends on
+    the name alone.
     """
     named = dict(rows) if isinstance(rows, Mapping) else {name: name for name in rows}
     styles: dict[str, Style] = {}

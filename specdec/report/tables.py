@@ -1,7 +1,5 @@
 """Comparison tables for the terminal and in Markdown, with the same columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +11,7 @@ from rich.table import Table
 
 Row = Mapping[str, Any]
 
-NONE = "-"
-"""The cell text of an undefined value."""
-
+NONE = "-"  # the cell text of an undefined value
 _FEW_PROMPTS = 16
 
 
@@ -32,12 +28,10 @@ def number(value: Any, digits: int = 2) -> str:
 
 
 def percent(value: Any, digits: int = 0) -> str:
-    """Formats a fraction as a percentage."""
     return NONE if value is None else f"{100 * value:.{digits}f} %"
 
 
 def lossless_label(row: Row) -> str:
-    """Says whether the tokens equal those of ``ar``, or what the strategy claims instead."""
     if row.get("strategy") == "ar":
         return "reference"
     if row.get("claims") == "lossy":
@@ -84,15 +78,13 @@ COLUMNS = (
     _share("loops", "loop_share", "loop_share"),
 )
 
-CATEGORIES = (
+CATEGORIES = (  # the heading of the table by category
     "By category: speed-up over ar (without ar: tokens/s) as Spec-Bench computes it, a mean over"
     " questions with their prefill; in brackets emitted tokens per step"
 )
-"""The heading of the table by category."""
 
 
 def category_columns(rows: Sequence[Row]) -> list[Column]:
-    """Returns the columns of the table by category; empty for prompts without categories."""
     names = dict.fromkeys(name for row in rows for name in row.get("by_category") or {})
     columns = [Column(name, "", partial(_category_cell, name)) for name in names]
     return [COLUMNS[0], *columns] if columns else []
@@ -150,8 +142,8 @@ def title_of(conditions: Mapping[str, Any]) -> str:
 def shown_rows(rows: Sequence[Row], conditions: Mapping[str, Any]) -> list[Row]:
     """Adds ``fastest`` and ``quantized`` (the target's weights), which cells and notes read.
 
-    A quantised target's logits depend on the number of rows in a pass, so that a near tie may fall
-    the other way: a differing token is not a proof of a fault.
+    A quantised target's logits depend on the number of rows in a pass, so a near tie may fall the
+    other way.
     """
     best = best_row(rows)
     quantized = conditions.get("quantization") in ("int8", "int4")
@@ -159,7 +151,6 @@ def shown_rows(rows: Sequence[Row], conditions: Mapping[str, Any]) -> list[Row]:
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """Returns the row with the highest speed-up among several that are not lossy, ``ar`` too."""
     kept = [r for r in rows if r.get("speedup_wall") is not None and not is_lossy(r)]
     return max(kept, key=lambda row: row["speedup_wall"]) if len(kept) > 1 else None
 
@@ -175,9 +166,8 @@ def print_table(
     *,
     advice: Sequence[str] = (),
 ) -> None:
-    """Prints the comparison, notes and advice.
-
-    A narrow terminal gets several tables that each repeat the first column.
+    """Prints the comparison, notes and advice; a narrow terminal gets several tables that repeat
+    the first column.
     """
     console, rows = console or Console(), shown_rows(rows, conditions)
     show = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -243,7 +233,6 @@ def _inline(value: Any) -> str:
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the notes below a table of ``shown_rows``."""
     notes = []
     if any(row.get("fastest") for row in rows):
         notes.append("*: the fastest lossless row.")

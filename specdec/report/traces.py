@@ -26,14 +26,12 @@ _COLORS: Mapping[str, str] = {
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
 _MAX_BARS = 20_000  # more bars could not be distinguished
 
-REASONS = {
+REASONS = {  # whether the target's token was accepted, and why not -> the metric of its share
     "accepted: in the tree": "share_accepted",
     "a candidate of the draft that the tree had no room for": "share_no_room",
     "not among the draft's candidates": "share_not_a_candidate",
     "the draft had not proposed anything there": "share_no_proposal",
 }
-"""Whether the target's token was accepted, and why not -> the metric of its share."""
-
 _ACCEPTED, _NO_ROOM, _NO_CANDIDATE, _NO_PROPOSAL = REASONS
 _EDGES = {1: "1", 2: "2", 4: "3-4", 8: "5-8", 16: "9-16", 32: "17-32"}  # last rank -> its bin
 RANKS = (*_EDGES.values(), "33+", "none")
@@ -49,12 +47,11 @@ def timeline_png(
     commits: Mapping[int, str] | None = None,
     title: str = "Timeline of all ranks",
 ) -> bytes:
-    """Plots one row per rank (SpecPipe Fig. 12): many steps on the left, a few in detail beside.
+    """Plots one row per rank (SpecPipe Fig. 12): many steps on the left (default: the first 90), a
+    few in detail beside.
 
-    Args:
-        steps: first and last step on the left (default: the first 90); ValueError if no rank
-            worked in them.
-        commits: step -> "hit" or "miss"; misses are marked, and the detail shows the first one.
+    Misses of ``commits`` (step -> "hit" or "miss") are marked; the detail shows the first.
+    ValueError if no rank worked in ``steps``.
     """
     bars = _bars_of(trace)
     worked = bars.loc[bars["tokens"] > 0, "step"]
@@ -79,7 +76,6 @@ def timeline_png(
 
 
 def _bars_of(trace: Mapping[str, Any]) -> pd.DataFrame:
-    """Returns the events of a ``trace.json`` ordered by time, with columns in milliseconds."""
     rows = [
         {
             "rank": event["tid"],
@@ -97,7 +93,6 @@ def _bars_of(trace: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _detail(wide: tuple[int, int], misses: list[int]) -> tuple[int, int]:
-    """Selects steps around the first miss that is not near the edge, else around the middle."""
     first, last = wide
     half = _NEAR_STEPS // 2
     misses = sorted(step for step in misses if first < step < last)
@@ -136,10 +131,9 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
 
 
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
-    """Returns a pandas frame with one row per decided token of a ``trees.json``.
-
-    Columns: those of ``Judgement``, ``reason`` (one of ``REASONS``) and ``bin`` (of the rank). It
-    is empty for files of earlier versions.
+    """Returns a frame with one row per decided token of a ``trees.json`` (empty for earlier
+    versions): the columns of ``Judgement``, ``reason`` (one of ``REASONS``) and ``bin`` (of the
+    rank).
     """
     rows = [
         row
@@ -156,10 +150,8 @@ def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
-    """Returns shares of the reasons, and mean probabilities of rejected first choices, by name.
-
-    The draft's *first choice* is its most probable candidate; the means cover rejections where it
-    had candidates. Empty without judged tokens; the target's mean needs its distribution.
+    """Returns shares of the reasons, and mean probabilities of the draft's rejected most probable
+    candidates, by name; the target's mean needs its distribution.
     """
     table = judgements(trees)
     if table.empty:
@@ -174,7 +166,6 @@ def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
 def rejections_png(
     trees: Mapping[str, Any], *, title: str = "Why draft tokens were rejected"
 ) -> bytes | None:
-    """Plots the draft's ranks of the target's tokens, and the reasons; None if none was judged."""
     table = judgements(trees)
     if table.empty:
         return None

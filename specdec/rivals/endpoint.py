@@ -4,8 +4,6 @@ A chunk of the stream holds what the server sends at once: one token, the tokens
 several. All tokens of a chunk get the time at which the chunk arrived.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -37,10 +35,8 @@ Url = Annotated[
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """How a server is called.
-
-    ``prompt`` "ids" sends token ids and requests those of the output (vLLM); "text" sends text,
-    which must encode to the same ids, and encodes the output.
+    """How a server is called: ``prompt`` "ids" sends token ids and requests those of the output
+    (vLLM); "text" sends text, which must encode to the same ids.
     """
 
     base_url: Url  # up to and including the version, as OpenAI's clients take it
@@ -53,8 +49,6 @@ class EndpointOptions:
 
 @dataclass(slots=True)
 class _Answer:
-    """Collects what a server sends for one request."""
-
     # (seconds from the start of the request, text, token ids or None if not sent)
     chunks: list[tuple[float, str, Sequence[int] | None]] = field(default_factory=list)
     counted: int | None = None  # output tokens by the server's count; None if not sent
@@ -75,8 +69,6 @@ class _Answer:
 
 
 class Endpoint:
-    """A server that decodes one prompt per call of ``generate``."""
-
     pids = None  # the server's CPU time cannot be measured
 
     def __init__(
@@ -86,7 +78,6 @@ class Endpoint:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Collection[int],
     ) -> None:
-        """Connects to a server, which must have the target's tokenizer."""
         self._options, self._tokenizer = options, tokenizer
         self._eos_ids = sorted(eos_ids)
         self._url = options.base_url.rstrip("/")
@@ -100,9 +91,8 @@ class Endpoint:
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
     ) -> RivalOutput:
-        """Decodes one prompt; see ``RivalProcess.generate``.
-
-        If the server does not count draft tokens, every chunk counts as a pass.
+        """Decodes one prompt; see ``RivalProcess.generate``. If the server counts no draft tokens,
+        every chunk is a pass.
         """
         text = self._text_of(prompt) if self._options.prompt == "text" else None
         body: dict[str, Any] = {"model": self._model, "max_tokens": max_new_tokens, "stream": True}
@@ -185,17 +175,14 @@ class Endpoint:
         return text
 
     def _encoded(self, text: str) -> tuple[list[int], list[int]]:
-        """Returns token ids, and for each the position in the text at which it ends."""
         found = self._tokenizer(text, return_offsets_mapping=True)
         return list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
 
     def _tokens(
         self, prompt: Sequence[int], text: str | None, answer: _Answer
     ) -> tuple[list[int], list[float]]:
-        """Returns the output's token ids and their times; ``text`` is None if ids were sent.
-
-        Raises:
-            UserError: the ids are unknown, since the server counts another number of tokens.
+        """Returns the output's token ids and their times; refuses a server that counts another
+        number of tokens.
         """
         chunks = answer.chunks
         if text is None:

@@ -1,11 +1,9 @@
-"""Runs other runtimes in worker processes, each with a Python environment of its own.
+"""Runs other runtimes in worker processes, each with a Python environment of its own below
+``SPECDEC_CACHE``.
 
-Environments and converted models are stored below ``SPECDEC_CACHE``, by default
-``~/.cache/specdec``. Messages are lines of JSON over the worker's standard input and output. The
-worker measures the times itself, so that they exclude the messages.
+Messages are lines of JSON over the worker's standard input and output; the worker measures times
+itself.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -30,8 +28,6 @@ _SHOWN = 400  # characters of a failed program's output that a message shows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """A runtime, its environment, and its rows NAME_METHOD; ``workers/decode_NAME.py`` runs it."""
-
     title: str
     packages: tuple[str, ...]  # pip requirements of the environment
     methods: tuple[str, ...] = ("generate", "draft", "lookup")
@@ -64,8 +60,6 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOutput:
-    """The tokens, times and counts of one prompt."""
-
     tokens: Sequence[int]  # with the end token
     times_s: Sequence[float]  # per token, from the start of the request
     wall_s: float  # of the request, prefill included
@@ -85,7 +79,6 @@ def is_installed(name: str) -> bool:
 
 
 def install(name: str, note: Callable[[str], None]) -> None:
-    """Makes the environment of a runtime, unless it exists with the same packages."""
     runtime, folder = RUNTIMES[name], rivals_dir() / name
     if is_installed(name):
         note(f"{folder} is installed")
@@ -108,7 +101,6 @@ def install(name: str, note: Callable[[str], None]) -> None:
 
 
 def worker_command(name: str) -> list[str]:
-    """Returns the command of a runtime's worker; ``UserError`` if it is not installed."""
     if not is_installed(name):
         raise UserError(
             f"{RUNTIMES[name].title} is not installed: run `specdec rivals install {name}`, or"
@@ -118,7 +110,6 @@ def worker_command(name: str) -> list[str]:
 
 
 def converted(name: str, model: Path, note: Callable[[str], None] = lambda _: None) -> Path:
-    """Returns a Hugging Face model's folder in a runtime's format; converts it on first use."""
     script = worker_command(name)[1]
     files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
@@ -138,10 +129,7 @@ def converted(name: str, model: Path, note: Callable[[str], None] = lambda _: No
 
 
 class RivalProcess:
-    """A worker process of one runtime, which decodes one prompt at a time."""
-
     def __init__(self, name: str, *, threads: int = 1) -> None:
-        """Starts the worker of a runtime in ``RUNTIMES``; models are loaded by ``ask("open")``."""
         self._title = RUNTIMES[name].title
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(  # noqa: S603 - a script of our own
@@ -175,7 +163,6 @@ class RivalProcess:
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
     ) -> RivalOutput:
-        """Decodes token ids; ``sampling`` has temperature (0 for greedy), top_p, top_k and seed."""
         message = {"prompt": list(prompt), "max_new_tokens": max_new_tokens}
         return RivalOutput(**self.ask("generate", **message, sampling=dict(sampling)))
 

@@ -3,8 +3,6 @@
 docs/metrics.md states the rules. A measurement is one prompt decoded once by one strategy.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +19,7 @@ _COMPUTING_SHARE = 0.05  # share of the wall time from which a thread counts as 
 
 
 def disturbance(cpu: Mapping[str, Any]) -> str:
-    """Explains in a clause why a measurement's times do not count; "" if they do.
-
-    ``cpu`` is the result of ``CpuMeter.stop``.
-    """
+    """Explains in a clause why a measurement's times do not count; "" if they do."""
     wall_s = cpu["wall_s"]
     if wall_s <= 0:
         return ""
@@ -62,9 +57,8 @@ class CpuMeter:
         """Returns the times since ``start``; None where the operating system does not report them.
 
         Keys: ``wall_s``; ``cpu_s`` over all threads; ``delay_s``, in which threads were ready but
-        had no CPU; ``others_s``, the CPU time of all other processes; ``stolen_s``; ``preemptions``
-        (involuntary context switches); ``threads`` that computed; ``cpus`` that may be used;
-        ``waits``.
+        had no CPU; ``others_s``, the CPU time of all other processes; ``stolen_s``;
+        ``preemptions``; ``threads`` that computed; ``cpus`` that may be used; ``waits``.
         """
         threads, counts = self._read()
         spent = [
@@ -89,9 +83,8 @@ class CpuMeter:
         return rounded | flags
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
-        """Returns (process, thread) -> (CPU seconds, seconds waiting), and the other counts.
-
-        This takes about 20 microseconds per thread on Linux.
+        """Returns (process, thread) -> (CPU seconds, seconds waiting), and the other counts; takes
+        20 us per thread.
         """
         threads = {}
         for pid in (os.getpid(), *self._pids):

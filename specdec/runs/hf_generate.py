@@ -5,8 +5,6 @@ There are three kinds: ``hf_generate`` (plain), ``hf_assisted`` (draft model) an
 derived as for every other strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,8 +31,6 @@ HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFOptions:
-    """Settings of transformers' assisted decoding; the defaults are its own."""
-
     num_assistant_tokens: Count = 20  # maximum draft tokens per pass
     # How transformers adapts num_assistant_tokens after each pass.
     schedule: Literal["constant", "heuristic", "heuristic_transient"] = "constant"
@@ -44,8 +40,6 @@ class HFOptions:
 
 
 class PassLog:
-    """Counts the forward passes of one model until the end of ``stack``."""
-
     def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
         self.rows: list[int] = []  # tokens fed per pass
         self.seconds = self._started = 0.0  # wall time, head included
@@ -62,19 +56,16 @@ class PassLog:
 
 
 class Emissions(StoppingCriteria):
-    """Adds the tokens of each target pass to a request, as a stopping criterion of ``generate``.
-
-    ``sizes`` counts the tokens of each pass, including those after the end of the request.
+    """Adds the tokens of each target pass to a request, and counts them in ``sizes``, also after
+    its end.
     """
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
-        """``origin_s`` is the ``perf_counter`` value from which the request's times count."""
         self.sizes: list[int] = []
         self._request, self._origin_s = request, origin_s
         self._seen = request.num_prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
-        """Returns whether the request is complete, as bool[1]; called after each pass."""
         at_s, tokens = perf_counter() - self._origin_s, input_ids[0, self._seen :].tolist()
         self.sizes.append(len(tokens))
         self._seen = input_ids.shape[1]
@@ -84,12 +75,10 @@ class Emissions(StoppingCriteria):
 
 @dataclass(kw_only=True, eq=False)
 class HFBaseline(OneByOne):
-    """One kind of transformers' own decoding on one model pair.
+    """One kind (of ``HF_KINDS``) of transformers' own decoding on one model pair.
 
-    The models have hooks and a neutral ``generation_config`` during ``generate_one`` only.
-
-    ``kind`` is one of ``HF_KINDS``; ``draft`` is for ``hf_assisted`` only. ``stop`` is applied
-    token by token to the output of ``generate``. ``weight_bytes`` default to those in memory.
+    The models have hooks and a neutral ``generation_config`` during ``generate_one`` only; ``stop``
+    is applied token by token. ``weight_bytes`` default to those in memory.
     """
 
     kind: str
@@ -199,7 +188,6 @@ class HFBaseline(OneByOne):
 def baseline_of_transformers(
     cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
 ) -> HFBaseline:
-    """Builds the baseline of a configuration whose strategy has kind ``hf``."""
     name, kind = cfg["strategy"]["name"], cfg["strategy"]["method"]
     if not isinstance(pair, HuggingFacePair):
         raise UserError(f"strategy={name} needs real models; use model=tiny or model=hf")

@@ -5,8 +5,6 @@ of half a second, one after the other, then differ by more than the strategies d
 such a change affects all strategies alike.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from math import inf
@@ -26,11 +24,11 @@ TURN_S = 0.1
 def run_interleaved(
     runners: Sequence[PartsRunner], prompts: Sequence[TokenPrompt]
 ) -> list[tuple[list[RequestResult], RunTotals]]:
-    """Decodes the prompts with every runner; a runner's clock stands still in the others' turns.
+    """Decodes the prompts with every runner; a runner's measured clock stands still in the others'
+    turns.
 
-    A strategy whose draft model works in a thread, which would keep working in the others' turns,
-    decodes without interruption. The runners' clocks must be measured ones of this process. Returns
-    per runner the finished requests, in the order of finishing, and the totals.
+    A strategy whose draft model works in a thread, which would continue in the others' turns, is
+    not interrupted. Returns per runner the requests, in the order of finishing, and the totals.
     """
     results: list[list[RequestResult]] = [[] for _ in runners]
     totals: dict[int, RunTotals] = {}

@@ -1,7 +1,5 @@
 """``specdec run`` and ``specdec compare`` turn prompts into a folder of results."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,9 +43,7 @@ from specdec.state import StopRules
 from specdec.trace import write_trace
 from specdec.types import IntArray
 
-LOGS_FOLDER = "logs"
-"""Subfolder of a run folder with the output of its ranks, ``rank<r>.log``."""
-
+LOGS_FOLDER = "logs"  # subfolder of a run folder with the output of its ranks, ``rank<r>.log``
 _SYNTHETIC_PROMPT_TOKENS = 16
 _MAX_SYNTHETIC_PROMPTS = 1_000_000
 _RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
@@ -64,11 +60,17 @@ class Progress(Protocol):
         """Prints a line or a table."""
 
 
-def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Decodes a workload with one strategy; resumes after the prompts already on disk.
+class NoProgress:
+    def phase(self, label: str, total: int | None) -> None: ...
 
-    In the run folder ``requests.jsonl`` grows, and ``summary.json`` is written last. It has every
-    metric of docs/metrics.md and is also returned.
+    def advance(self, count: int = 1, detail: str = "") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Decodes a workload with one strategy; resumes after the prompts in ``requests.jsonl``.
+    Returns the content of ``summary.json``, which is written last.
     """
     decoding = _Decoding([cfg], output_dir, progress)
     decoding.decode(1)
@@ -118,12 +120,10 @@ def compare_jobs(
     *,
     stays: bool = True,
 ) -> dict[str, Any]:
-    """Decodes the same prompts with several strategies, interleaved prompt by prompt.
+    """Decodes the same prompts with several strategies, interleaved prompt by prompt, so that a
+    machine's drift is spread evenly; returns the content of ``comparison.json``.
 
-    Interleaving spreads a machine's drift evenly over the rows; ratios are taken within a repeat.
-    Each prompt is measured ``repeats`` times. Returns the content of ``comparison.json``.
-    ``pair`` has models in memory; it is built from the configuration if omitted. ``stays`` is false
-    if the folder will be deleted.
+    ``pair`` has models in memory; ``stays`` is false if the folder will be deleted.
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
@@ -149,8 +149,8 @@ def compare_jobs(
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records`` has the finished requests by strategy, repeat and prompt id; ``runs`` has them with
-    their totals by strategy and repeat, once all are decoded.
+    ``records`` are by strategy, repeat and prompt id; ``runs`` by strategy and repeat, once all are
+    decoded.
     """
 
     def __init__(
@@ -175,7 +175,6 @@ class _Decoding:
             progress.note(note)
 
     def decode(self, repeats: int) -> None:
-        """Decodes all prompts, writes requests, record and token texts, and closes the runners."""
         base, progress = self._base, self._progress
         try:
             with rank_logs_in(self._folder / LOGS_FOLDER):
@@ -218,7 +217,7 @@ class _Decoding:
         """Returns metrics that ``summarise`` cannot know.
 
         The tokens of a replay are made up: its ``loop_share`` is that of the record. ``caveat``
-        says why the row is not comparable or representative, and is absent if it is.
+        says why a row is not comparable or representative.
         """
         records = self._records_of(runner)
         metrics: dict[str, Any] = {"runtime": runner.runtime}
@@ -248,7 +247,6 @@ class _Decoding:
     def _measure(
         self, runner: Runner, repeat: int, group: Sequence[TokenPrompt], writer: RequestWriter
     ) -> None:
-        """Decodes the prompts that are not finished; each is written when it is."""
         prompts = {p.id: p for p in group if (runner.name, repeat, p.id) not in self.records}
         if not prompts:
             return
@@ -284,9 +282,8 @@ class _Decoding:
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
     def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> TokenPrompt | None:
-        """Makes the turn of a dialogue after ``prompt``; None after the last.
-
-        Later turns are decoded after the strategy's own answers (``data.turns=all``).
+        """Makes the turn of a dialogue after ``prompt`` and the strategy's own answers
+        (``data.turns=all``); None after the last.
         """
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
@@ -299,7 +296,6 @@ class _Decoding:
         return TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)
 
     def answers(self) -> dict[str, list[Answer]]:
-        """Writes the answers in Spec-Bench's format; returns them by strategy."""
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
         answers = {}
         for name, runs in self.runs.items():
@@ -331,7 +327,6 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    """Builds the runner of a strategy: this library's for kind ``parts``, else a baseline's."""
     kinds: dict[str, Any] = {
         "hf": baseline_of_transformers,
         "rival": baseline_of_runtime,
@@ -346,8 +341,8 @@ def prepare(
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
     """Builds a pair, unless one is given, says how large its weights are, and loads its prompts.
 
-    Returns the pair, tokenised prompts that fit its positions (random ones for pairs without a
-    tokenizer), and how many of them were shortened.
+    Returns the pair, prompts that fit its positions (random ones without a tokenizer), and how many
+    were shortened.
     """
     pair = pair or build_pair(cfg["model"])
     if progress is not None:
@@ -388,7 +383,6 @@ def prepare(
 def _fitted(
     cfg: Mapping[str, Any], pair: ModelPair, prompt: Prompt, label: str, answers: Sequence[str] = ()
 ) -> tuple[IntArray, int]:
-    """Returns a prompt's tokens that fit the positions and the limit, and how many were cut."""
     data, tokenizer = cfg["data"], pair.tokenizer
     assert tokenizer is not None, "data= has a tokenizer"
     tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"), answers=answers)
@@ -400,16 +394,13 @@ def _fitted(
 
 
 def _room(cfg: Mapping[str, Any], pair: ModelPair) -> int | None:
-    """Returns the model's positions without those of new tokens; None without a limit."""
     positions = pair.max_positions
     return None if positions is None else positions - int(cfg["max_new_tokens"])
 
 
 def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
-    """Decodes prompts uncounted, since first calls allocate, compile and capture CUDA graphs.
-
-    With graphs it decodes a whole batch of the longest prompts: each place in a batch has graphs of
-    its own, for contexts up to the length of its request.
+    """Decodes prompts uncounted, since first calls allocate, compile and capture CUDA graphs, of
+    which each place in a batch has its own, for contexts up to the length of its request.
     """
     first = prompts[:1]
     if cfg["model"].get("graphs", "off") != "off":
@@ -421,7 +412,6 @@ def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPromp
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
-    """Builds the stop rules of the configuration, with the model's end-of-sequence tokens."""
     tokenizer = pair.tokenizer
     strings = tuple(cfg.get("stop_strings") or ())
     if strings and tokenizer is None:
@@ -448,7 +438,6 @@ def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) ->
 def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
-    """Collects the conditions of a run, in which ``cut`` prompts were shortened."""
     clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
     names = {}
     for role in ("target", "draft"):  # of a path only its last folder is shown
@@ -480,13 +469,11 @@ def conditions_of(
 
 
 def with_pair(cfg: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
-    """Returns the configuration with the models of a pair that the caller has built."""
     choices = {**(cfg.get("choices") or {}), "model": type(pair).__name__}
     return {**cfg, "model": pair.section(), "choices": choices}
 
 
 def notes_on_models(cfgs: Sequence[Mapping[str, Any]], pair: ModelPair) -> list[str]:
-    """Says what a replay plays, and which options for faster passes have no effect, by row."""
     notes = []
     if conditions := pair.conditions():
         # A replay has the data and sampling of its record, not the configuration's.
@@ -503,7 +490,6 @@ def notes_on_models(cfgs: Sequence[Mapping[str, Any]], pair: ModelPair) -> list[
 
 
 def note_levels_on_one_stage(runners: Sequence[Runner], note: Callable[[str], None]) -> None:
-    """Warns if a policy that feeds one tree level per step runs on a single stage."""
     for runner in runners:
         parts = runner.parts
         if parts is not None and parts.executor.latency == parts.policy.levels_per_step == 1:

@@ -4,8 +4,6 @@ A runtime reports how many target passes a request took, but not which tokens ea
 longest gaps between tokens are taken to separate the passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,11 +25,9 @@ from specdec.runs.runners import OneByOne, TokenPrompt, emit, result_of, samplin
 from specdec.state import RequestState, StopRules
 from specdec.types import Lossless
 
-ROWS = {
+ROWS = {  # name of a row -> (runtime, how it drafts)
     f"{name}_{method}": (name, method) for name in RUNTIMES for method in RUNTIMES[name].methods
 }
-"""Name of a row -> (runtime, how it drafts)."""
-
 HELD_OUT = Path(__file__).parents[1] / "assets" / "held_out.txt"
 _nats: dict[tuple[str, ...], float] = {}  # (runtime, file, type) -> nats per byte of HELD_OUT
 
@@ -39,8 +35,6 @@ _nats: dict[tuple[str, ...], float] = {}  # (runtime, file, type) -> nats per by
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOptions:
-    """Settings of another runtime's speculation."""
-
     num_draft_tokens: Count = 4
     ngram: Count = 3  # length of the n-grams that are looked up; the longest except in llama.cpp
     p_min: Share = 0.0  # a draft model stops below this probability (llama.cpp only)
@@ -92,10 +86,11 @@ class RivalBaseline(OneByOne):
 
 
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    """Starts the runtime of a configuration whose strategy has kind ``rival``.
+    """Starts the runtime of a configuration whose strategy has kind ``rival``; models are converted
+    on first use.
 
-    Models are converted on first use. Raises ``UserError`` if the runtime is not installed, or the
-    pair is not from folders (llama.cpp: GGUF files), on the CPU, in a dtype of the runtime.
+    Refused are runtimes that are not installed, and pairs that are not from folders (llama.cpp:
+    GGUF files), on the CPU, in a dtype of the runtime.
     """
     strategy = cfg["strategy"]
     row, (name, method) = strategy["name"], ROWS[strategy["method"]]
@@ -135,7 +130,6 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
 
 
 def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    """Connects to the server of a configuration whose strategy has kind ``endpoint``."""
     strategy = cfg["strategy"]
     if pair.tokenizer is None:
         raise UserError(
@@ -151,9 +145,8 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
 def nats_per_byte(
     pair: PretrainedPair, server: RivalProcess, runtime: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Returns the loss of a runtime's model and of the pair's target on ``HELD_OUT``.
-
-    It is the sum of -log p over all tokens but the first, divided by the bytes of their text.
+    """Returns the loss of a runtime's model and of the pair's target on ``HELD_OUT``, in -log p per
+    byte of text.
     """
     text = HELD_OUT.read_text(encoding="utf-8")
     ids = pair.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -181,7 +174,6 @@ def _gguf_file(row: str, pair: PretrainedPair, key: str) -> Path:
 
 
 def _refuse(cfg: Mapping[str, Any], stop: StopRules, *reasons: tuple[bool, str]) -> None:
-    """Refuses the configuration for the first reason that applies."""
     no_repeat = sampling_params(cfg["sampling"]).no_repeat_ngram > 0
     asked = (bool(stop.stop_strings), "has no stop_strings")
     for applies, reason in (*reasons, asked, (no_repeat, "has no sampling.no_repeat_ngram")):
@@ -200,8 +192,8 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
 def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
     """Emits the tokens of each pass and counts the answers.
 
-    Drafts that were not accepted are spread evenly over the passes. If their number is unknown,
-    neither proposals nor judged candidates are counted, so that rates of acceptance are undefined.
+    Rejected drafts are spread evenly over the passes. If their number is unknown, neither proposals
+    nor judged candidates are counted, so rates of acceptance are undefined.
     """
     refused = max(0, (output.proposed or 0) - sum(sizes) + len(sizes))
     ends = np.cumsum(sizes, dtype=int).tolist()

@@ -3,8 +3,6 @@
 ``PartsRunner`` runs this library's decode loop; ``hf_generate`` and ``rival`` run other programs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +29,6 @@ from specdec.types import Commit, IntArray, Lossless
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A tokenised prompt."""
-
     id: int  # in its data set; keys the random draws
     tokens: IntArray  # int64[T]
     source: Prompt | None = None  # None for tokens alone
@@ -47,8 +43,6 @@ Book = Callable[[RequestResult, RunTotals], None]
 
 
 class Runner(ABC):
-    """Decodes with one strategy of a comparison."""
-
     name: str
     claims: Lossless  # what its verifier guarantees
     runtime: str | None = None  # the program that runs the models, for rows
@@ -71,9 +65,8 @@ class Runner(ABC):
 class OneByOne(Runner):
     """Base class of baselines that decode one prompt per call of ``generate_one``.
 
-    They claim greedy-exact or distribution-exact decoding. ``weight_bytes`` has the bytes of each
-    model's weights ("target", "draft"). Their draws differ from this library's, so tokens are
-    comparable under greedy decoding only.
+    ``weight_bytes`` is by model ("target", "draft"). Draws differ from this library's, so tokens
+    are comparable under greedy decoding only.
     """
 
     name: str = ""
@@ -89,7 +82,6 @@ class OneByOne(Runner):
 
     @classmethod
     def of(cls, cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules, **keys: Any) -> Self:
-        """Builds the baseline of a configuration; ``keys`` are the subclass's own fields."""
         return cls(
             name=str(cfg["strategy"]["name"]),
             stop=stop,
@@ -100,7 +92,6 @@ class OneByOne(Runner):
         )
 
     def new_request(self, prompt: TokenPrompt) -> RequestState:
-        """Returns a request that is submitted and admitted now."""
         request = RequestState(
             request_id=prompt.id, prompt=prompt.tokens, stop=self.stop, sampling=self.sampling
         )
@@ -108,12 +99,10 @@ class OneByOne(Runner):
         return request
 
     def seed_of(self, prompt: TokenPrompt, dtype: Any = np.uint32) -> int:
-        """Returns the seed of a prompt's draws."""
         state = np.random.SeedSequence([self.seed, prompt.id]).generate_state(1, dtype)
         return int(state[0])
 
     def new_totals(self, passes: int, wall_s: float, **counts: Any) -> RunTotals:
-        """Returns the totals of a request in ``passes`` target passes, with further counts."""
         return RunTotals(
             steps=passes,
             target_passes=passes,
@@ -141,8 +130,6 @@ class OneByOne(Runner):
 
 
 class PartsRunner(Runner):
-    """Runs a strategy composed of parts in the decode loop."""
-
     def __init__(
         self,
         *,
@@ -152,12 +139,9 @@ class PartsRunner(Runner):
         on_step: Callable[[DecodeState], None] | None = None,
         new_request: Callable[[TokenPrompt, float], RequestState] | None = None,
     ) -> None:
-        """Composes the strategy; see ``compose`` for errors.
-
-        Args:
-            on_step: called with the state after each step of ``run``; may cancel requests.
-            new_request: makes a request from a prompt and its arrival time; by default one with
-                ``stop`` and the sampling of ``cfg``.
+        """Composes the strategy; see ``compose`` for errors. ``on_step`` is called with the state
+        after each step of ``run`` and may cancel requests; ``new_request`` makes one from a prompt
+        and its arrival time.
         """
         self.name = str(cfg["strategy"]["name"])
         self.parts: Parts = compose(cfg, pair)
@@ -184,7 +168,6 @@ class PartsRunner(Runner):
     def in_steps(
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> Generator[None, None, RunTotals]:
-        """Runs like ``run``, but yields after each step of the loop, and returns the totals."""
         state = self.parts.new_state()
         counts = RunBook(self.parts, state)
         source, policy, latency = self.parts.source, self.parts.policy, self.parts.executor.latency
@@ -225,7 +208,6 @@ class PartsRunner(Runner):
         prompts: Sequence[TokenPrompt],
         on_finish: Callable[[RequestState], None],
     ) -> Iterator[list[Commit]]:
-        """Runs the decode loop over prompts served together; yields the commits of each step."""
         parts, serving = self.parts, self._cfg.get("serving") or {}
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
@@ -258,7 +240,6 @@ class PartsRunner(Runner):
 
 
 def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) -> RequestResult:
-    """Builds the result of a request that is complete or cancelled."""
     return RequestResult(
         id=request.id,
         num_prompt=request.num_prompt,
@@ -298,8 +279,8 @@ def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
 class RunBook:
     """Counts the work between two calls of ``take``; the sum over all calls is the run's.
 
-    Counts of other processes are read at the end of the run only, since reading them stalls the
-    pipeline; until then they are zero. ``reports`` are those of all wall clocks as last read.
+    Counts of other processes are read at the end only, since reading them stalls the pipeline;
+    until then they are zero. ``reports`` are those of all wall clocks as last read.
     """
 
     def __init__(self, parts: Parts, state: DecodeState) -> None:
@@ -318,9 +299,8 @@ class RunBook:
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
     def take(self, *, at_end: bool = False) -> dict[str, Any]:
-        """Returns fields of ``RunTotals``: the counts since the last call.
-
-        ``at_end`` also reads other processes' counts.
+        """Returns fields of ``RunTotals``: the counts since the last call; ``at_end`` also those of
+        other processes.
         """
         wall_s, parts, load = self._now() - self._wall_s, self._parts, self._state.load
         source, executor, meter = parts.source.counters, parts.executor.counters, parts.meter
@@ -364,10 +344,8 @@ def difference(count: Any, before: Any) -> Any:
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:
-    """Reads the cumulative counts of every rank, by one message to each other process.
-
-    Returns fields of ``RunTotals``, on a measured clock without ``draft_total_s``, which the meter
-    counts instead; and the reports of the ranks' wall clocks, spans included.
+    """Reads the cumulative counts of every rank, by one message to each other process: fields of
+    ``RunTotals`` (on a measured clock the meter counts ``draft_total_s``), and the ranks' reports.
     """
     simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
     answers, shared = ((), ()) if simulated else (executor.reports(), executor.draft_reports())

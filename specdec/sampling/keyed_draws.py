@@ -6,8 +6,6 @@ on every rank, in every batch and under every strategy. The generator is numpy's
 (seed, r). The draws of a purpose and index are consecutive numbers of it, by position.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from functools import lru_cache
 

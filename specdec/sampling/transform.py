@@ -11,8 +11,6 @@ Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K
 stored entries of a row, T tokens of a history, B banned pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -41,10 +39,11 @@ class LogitsProcessor(Protocol):
 
 
 def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray, IntArray]:
-    """Finds the tokens that would complete an n-gram that the history already contains.
+    """Finds the tokens that would complete an n-gram that the history already contains, as
+    transformers' ``NoRepeatNGramLogitsProcessor``.
 
-    The result equals that of transformers' ``NoRepeatNGramLogitsProcessor``. It is (rows, tokens),
-    int64[B] each: ``tokens[b]`` is banned for ``histories[rows[b]]``, int64[T_i]; pairs may repeat.
+    Returns (rows, tokens), int64[B] each: ``tokens[b]`` is banned for ``histories[rows[b]]``; pairs
+    may repeat.
     """
     lengths = [len(history) for history in histories]
     longest = max(lengths, default=0)
@@ -67,10 +66,8 @@ def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray,
 def apply_processors(
     processors: Sequence[LogitsProcessor], logits: Tensor, histories: Sequence[IntArray]
 ) -> Tensor:
-    """Applies processors to logits [A, V] of nodes, each with its own history, int64[T_i].
-
-    Each node has a call of its own with the same ``input_ids`` [1, T] as in plain decoding, so that
-    results do not depend on the tree.
+    """Applies processors to logits [A, V] of nodes, each in a call with its own history [1, T], as
+    in plain decoding.
     """
     rows = []
     for row, history in zip(logits, histories, strict=True):
@@ -85,8 +82,8 @@ def apply_processors(
 class HistoryTracker:
     """Tracks the token sequence up to each node in flight through the target.
 
-    Histories are rebuilt from the rows that pass through an executor and from commits, so that
-    logits processors see the same tokens on any rank. Requests that were not opened are ignored.
+    Histories are rebuilt from the rows of an executor and from commits, so processors see the same
+    tokens on any rank.
     """
 
     def __init__(self) -> None:
@@ -94,15 +91,12 @@ class HistoryTracker:
         self._nodes: NodeMap[tuple[int, int]] = NodeMap()  # (token, parent id)
 
     def open(self, request_id: int, prompt: IntArray) -> None:
-        """Adds a request with its prompt, int64[T >= 1], whose last token is the first root."""
         self._committed[request_id] = np.array(prompt, np.int64)
         self._nodes.open(request_id)
 
     def observe(self, rows: TreeRows) -> list[IntArray] | None:
-        """Records nodes that reached this rank, and returns their histories.
-
-        Parents must be observed before or together with their children. Returns None for a request
-        that was not opened.
+        """Records nodes that reached this rank, parents first, and returns their histories; None
+        for a request that was not opened.
         """
         if rows.request not in self._nodes:
             return None
@@ -136,9 +130,8 @@ class HistoryTracker:
 
 
 def top_stable(values: FloatArray, num: int) -> IntArray:
-    """Returns the indices of the ``num`` largest values, largest first, ties by index.
-
-    Unlike ``argpartition``, ties are broken the same way on every machine and in every subset.
+    """Returns the indices of the ``num`` largest values, largest first, ties by index on every
+    machine and in every subset (unlike ``argpartition``).
     """
     chosen = top_set(values, num)
     return chosen[(-values.take(chosen)).argsort(kind="stable")]
@@ -237,9 +230,8 @@ class SamplingTransform:
     def sample(
         self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
-        """Returns int64[A]: the token at ``uniforms``[A] of each row's CDF in token-id order.
-
-        If greedy, it is the argmax, and the uniforms may be empty.
+        """Returns int64[A]: the token at ``uniforms``[A] of each row's CDF in token-id order; if
+        greedy, the argmax.
         """
         if self.params.greedy:
             return self.greedy(logits, histories)
@@ -262,9 +254,8 @@ class SamplingTransform:
     def distribution(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> FloatArray | SupportProbs:
-        """Returns the distribution [A, V] after all steps, as ``SupportProbs`` if it is filtered.
-
-        If greedy, it is one-hot at the argmax.
+        """Returns the distribution [A, V] after all steps, as ``SupportProbs`` if it is filtered;
+        one-hot if greedy.
         """
         if not self.params.greedy:
             return self._joined(self._processed(logits, histories), self.params)
@@ -278,11 +269,9 @@ class SamplingTransform:
     def proposal_probs(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> FloatArray | SupportProbs:
-        """Returns the distribution [W, V] from which a draft samples its candidates.
-
-        If greedy, it is the model's own at temperature 1, because a one-hot distribution cannot
-        propose siblings. Rejection sampling is lossless for any distribution, as long as the
-        candidates were sampled from it.
+        """Returns the distribution [W, V] from which a draft samples its candidates: if greedy, the
+        model's own at temperature 1, because a one-hot one cannot propose siblings. Rejection
+        sampling is lossless for any.
         """
         if not self.params.greedy:
             return self.distribution(logits, histories)
@@ -291,11 +280,11 @@ class SamplingTransform:
     def top(
         self, logits: Tensor, k: int, histories: Sequence[IntArray] | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Returns tokens int64[W, K] and log probabilities float64[W, K], with K = min(k, V).
+        """Returns tokens int64[W, K] and log probabilities float64[W, K], K = min(k, V), best
+        first, ties in token-id order.
 
-        They are best first, ties in token-id order. Processors and temperature (1 if greedy) are
-        applied, so that scores estimate the probability that the target draws the token; top-k and
-        top-p are not. Tokens that a processor bans have -inf.
+        Processors (-inf for what they ban) and temperature (1 if greedy) are applied, top-k and
+        top-p are not: scores estimate the probability that the target draws the token.
         """
         k = min(k, logits.shape[1])
         if not len(logits):
@@ -376,8 +365,7 @@ def _cut_tail(weights: FloatArray, enough: FloatArray) -> None:
     """Sets the entries of ``weights``[A, S] to 0 that top-p removes, in place.
 
     As in transformers, entries in descending order are kept while the mass before them is below
-    ``enough``[A, 1], and the best always. Of equal weights at the cut, the lower token ids are
-    kept, as in greedy decoding (in transformers this depends on the sort).
+    ``enough``[A, 1], and the best always; of equal weights at the cut, the lower token ids.
     """
     ordered = np.sort(weights, axis=1)[:, ::-1]
     mass_before = ordered.cumsum(axis=1)[:, :-1]
@@ -428,9 +416,9 @@ def argmax(values: npt.NDArray[np.floating]) -> IntArray:
 def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]]:
     """Selects all entries of each row that are at least its k-th largest, and maybe others.
 
-    The ids increase along a row, so that of equal entries the first has the lowest id. Returns
-    (token ids int64[A, S], values [A, S]) with S >= k, padded with id 0 and -inf at the end
-    (anywhere if selected on a device). Only finite entries are selected; A > 0 and k <= V.
+    Returns (token ids int64[A, S], increasing along a row; values [A, S]) with S >= k, padded with
+    id 0 and -inf at the end (anywhere if selected on a device). Only finite entries are selected; A
+    > 0 and k <= V.
     """
     vocab_size = values.shape[1]
     if on_accelerator(values):
@@ -454,7 +442,6 @@ def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]
 def _by_row(
     chosen: npt.NDArray[np.bool_], values: npt.NDArray[np.floating], min_width: int = 1
 ) -> tuple[IntArray, npt.NDArray[np.floating]]:
-    """Returns the chosen entries of [A, V] as (ids, values) [A, S], padded with 0 and -inf."""
     num_rows, vocab_size = chosen.shape
     flat = np.flatnonzero(chosen)
     if num_rows == 1 and len(flat) >= min_width:  # no indices of a padded copy
@@ -487,10 +474,8 @@ def draw(weights: FloatArray | SupportProbs, uniforms: FloatArray) -> IntArray:
 
 
 def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
-    """Returns int64[A]: the first entry of each row whose cumulative share exceeds the uniform.
-
-    It never returns entries of weight 0, even for the largest uniform below 1. Each row of
-    ``weights``, float64[A, S], >= 0, has a positive finite sum.
+    """Returns int64[A]: the first entry of each row of ``weights``, float64[A, S], whose cumulative
+    share exceeds the uniform, never one of weight 0.
     """
     cdf = weights.cumsum(axis=1)
     # The draw stays below the last entry: u <= 1 - 2**-53 rounds down.
@@ -501,15 +486,11 @@ def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
 def sample_candidates(
     probs: FloatArray, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Samples up to ``k`` different entries per row of ``probs``, without replacement.
+    """Samples up to ``k`` different entries per row of ``probs``: the j-th by inverse CDF from the
+    row without the earlier ones, renormalised, as ``RejectionVerifier`` requires.
 
-    The j-th draw is by inverse CDF from the row without the earlier entries, renormalised, as
-    ``RejectionVerifier`` requires.
-
-    Returns:
-        entries int64[W, k] in sampling order; log probabilities float64[W, k] under the row itself
-        (not renormalised), -inf for missing draws; counts int64[W], the smaller of ``k`` and the
-        number of entries with positive probability.
+    Returns entries int64[W, k] in sampling order; log probabilities float64[W, k] under the row
+    itself, -inf for missing draws; counts int64[W], at most the entries of positive probability.
     """
     num_rows = len(probs)
     entries = np.zeros((num_rows, k), np.int64)
@@ -549,7 +530,6 @@ def top_candidates(
 
 
 def counts_of(transform: SamplingTransform, logprobs: FloatArray) -> IntArray:
-    """Returns int64[W]: how many candidates in each row of ``logprobs``[W, K] are not banned."""
     if transform.params.needs_history:
         return np.asarray((logprobs > -np.inf).sum(axis=1), np.int64)
     return np.full(len(logprobs), logprobs.shape[1])
@@ -565,10 +545,8 @@ def candidates_of(
     request_id: int,
     positions: IntArray,
 ) -> Candidates:
-    """Returns candidates for W nodes of one request at ``positions``, int64[W].
-
-    With ``draws`` they are sampled, and returned with their distribution. Otherwise they are the
-    most probable tokens.
+    """Returns candidates for W nodes of one request at ``positions``, int64[W]: sampled by
+    ``draws``, with their distribution, or the most probable tokens.
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)

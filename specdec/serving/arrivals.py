@@ -1,7 +1,5 @@
 """Arrival times of requests: all at once, a Poisson process, or read from a file."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -18,11 +16,8 @@ POISSON = "poisson"
 def arrival_times(
     arrivals: str, num: int, *, rate_per_s: float | None = None, seed: int = 0
 ) -> FloatArray:
-    """Returns float64[num]: arrival times in seconds since the start of the run, not decreasing.
-
-    Args:
-        arrivals: at_once, poisson, or the path of a text file with one time in seconds per line.
-        rate_per_s: mean requests per second of a Poisson process; None otherwise.
+    """Returns float64[num]: arrival times in seconds since the start of the run, not decreasing:
+    at_once, poisson (of ``rate_per_s``), or the path of a text file with one time per line.
     """
     if (arrivals == POISSON) != (rate_per_s is not None):
         rate = "null" if rate_per_s is None else rate_per_s

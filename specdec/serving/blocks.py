@@ -1,29 +1,17 @@
 """Admission to a paged cache: a request is admitted when the blocks that it may need are free.
 
-Each stage of the target has a pool of equal blocks (``kv_cache.BlockPool``). All stages cache the
-same prefixes, and the first stage the most tree nodes, so one budget serves all stages. A request
+The first stage caches the most tree nodes, so one budget serves the pools of all stages. A request
 claims blocks for its longest prefix and its largest tree until it finishes: no stage runs out of
 blocks, and no request is preempted.
 """
-
-from __future__ import annotations
 
 from specdec.errors import UserError
 
 
 class BlockBudget:
-    """Counts the blocks that admitted requests have claimed.
-
-    Attributes:
-        peak_blocks: largest number of blocks claimed at a time so far.
-    """
-
     def __init__(self, *, kv_tokens: int, block_tokens: int, tree_nodes: int) -> None:
-        """Starts with all blocks free.
-
-        Args:
-            kv_tokens: tokens and tree nodes per stage, rounded down to whole blocks.
-            tree_nodes: largest number of cached nodes of one request's tree.
+        """Starts with all blocks free, of ``kv_tokens`` tokens and tree nodes per stage, rounded
+        down to whole blocks; ``tree_nodes`` is the most that one request caches.
         """
         self.num_blocks = kv_tokens // block_tokens
         self.block_tokens = block_tokens
@@ -41,11 +29,9 @@ class BlockBudget:
         return sum(self._claims.values())
 
     def need(self, num_prompt: int, max_new_tokens: int) -> int:
-        """Returns the largest number of blocks that a request may need."""
         return -(-(num_prompt + max_new_tokens + self._tree_nodes) // self.block_tokens)
 
     def check(self, request_id: int, num_prompt: int, max_new_tokens: int) -> None:
-        """Raises ``UserError`` for a request that needs more blocks than the whole pool has."""
         need = self.need(num_prompt, max_new_tokens)
         if need > self.num_blocks:
             raise UserError(
@@ -57,7 +43,6 @@ class BlockBudget:
             )
 
     def admit(self, request_id: int, num_prompt: int, max_new_tokens: int) -> bool:
-        """Claims a request's blocks and returns True; returns False if they are not free."""
         need = self.need(num_prompt, max_new_tokens)
         if self.num_claimed + need > self.num_blocks:
             return False

@@ -1,24 +1,18 @@
 """Selects the requests that share one step of the target (SpecPipe 4.4)."""
 
-from __future__ import annotations
-
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from specdec.interfaces import TreePolicy
 from specdec.policies.tree_growth import last_position
-
-if TYPE_CHECKING:
-    from specdec.interfaces import TreePolicy
-    from specdec.state import DecodeState, RequestState
+from specdec.state import DecodeState, RequestState
 
 
 class Feeding(StrEnum):
     """Which requests a step may feed to the target; the others wait for later steps.
 
-    ``DYNAMIC``: all requests, as one ragged batch (SpecPipe-DB's dynamic batching).
-    ``MICRO_BATCHES``: the open requests in as many groups as batches can be in flight, one group
-    per step, so that plain decoding keeps all stages of a pipeline busy (PP-vLLM's mini-batches).
-    ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
+    ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: the open requests in as
+    many groups as batches can be in flight, one per step (PP-vLLM's mini-batches). ``ITERATION``:
+    one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
 
     DYNAMIC = "dynamic"
@@ -27,13 +21,9 @@ class Feeding(StrEnum):
 
 
 class Turns:
-    """Selects the requests of a step, the longest waiting first, so that none starves."""
-
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """Starts a run; ``in_flight`` is ``Executor.in_flight``.
-
-        If the policy ``drafts_waiting``, then while other requests are in flight a request is
-        skipped until the policy has ``prepared`` it, so that its drafting delays no other.
+        """Starts a run. If the policy ``drafts_waiting``, a request is skipped until the policy has
+        ``prepared`` it, as long as others are in flight, so that its drafting delays no other.
         """
         self._in_flight = in_flight
         self._policy = policy
@@ -44,7 +34,6 @@ class Turns:
         self._last: dict[int, int] = {}
 
     def take(self, state: DecodeState) -> frozenset[int] | None:
-        """Returns the ids of the requests that this step may feed, or None for all."""
         if self._feeding is Feeding.DYNAMIC:
             return None
         live = [r for r in state.requests.values() if not r.finished]
@@ -59,7 +48,6 @@ class Turns:
         return chosen
 
     def _has_work(self, request: RequestState) -> bool:
-        """Returns False during prefill, while answers are awaited, and at the last position."""
         if request.prefill_sent < request.num_prefill:
             return False
         tree = request.tree

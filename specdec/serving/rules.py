@@ -5,38 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from specdec.errors import UserError
-from specdec.interfaces import Scheduler
+from specdec.interfaces import Executor, Scheduler, TokenSource, TreePolicy
 from specdec.parts.build import build_part
 from specdec.parts.fields import Count, Positive, Text, signature_of, validated
 from specdec.serving.arrivals import arrival_times
 from specdec.serving.blocks import BlockBudget
 from specdec.serving.feeding import Feeding
-
-if TYPE_CHECKING:
-    from specdec.interfaces import Executor, TokenSource, TreePolicy
-    from specdec.state import RequestState
+from specdec.state import RequestState
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRules:
-    """Rules that a scheduler follows.
-
-    Attributes:
-        feeding: which requests share a step.
-        prefill_first: a step with prompt tokens feeds no tree nodes; False: both share steps.
-        first_alone: the first token passes through an empty pipeline, as in SpecPipe, PipeDec and
-            PPSD; False: the tree grows behind the last prompt token.
-        kv_tokens: tokens and tree nodes in the paged cache of a stage; None: each request has an
-            unbounded cache of its own.
-    """
-
-    feeding: Feeding = Feeding.DYNAMIC
+    feeding: Feeding = Feeding.DYNAMIC  # which requests share a step
+    # a step with prompt tokens feeds no tree nodes; False: both share steps
     prefill_first: bool = False
+    # the first token passes through an empty pipeline, as in SpecPipe, PipeDec and PPSD; False: the
+    # tree grows behind the last prompt token
     first_alone: bool = False
+    # tokens and tree nodes in the paged cache of a stage; None: each request has an unbounded cache
+    # of its own
     kv_tokens: Count | None = None
     block_tokens: Count = 16
 
@@ -52,10 +43,8 @@ class ServingRules:
         block_tokens: Count,
         **_scheduler: Any,
     ) -> ServingRules:
-        """Builds the rules from the configuration node ``serving``.
-
-        ``arrivals`` and ``rate_per_s`` are only checked here; ``arrival_times`` reads them. Keys of
-        a scheduler outside this library are ignored.
+        """Builds the rules from the configuration node ``serving``; ``arrivals`` and ``rate_per_s``
+        are only checked here, and keys of a scheduler outside this library ignored.
         """
         arrival_times(arrivals, 0, rate_per_s=rate_per_s)
         return ServingRules(
@@ -68,11 +57,9 @@ class ServingRules:
 
     @property
     def num_blocks(self) -> int | None:
-        """Number of blocks in each stage's pool; None if caches are not paged."""
         return None if self.kv_tokens is None else self.kv_tokens // self.block_tokens
 
     def budget(self, policy: TreePolicy, in_flight: int) -> BlockBudget | None:
-        """Returns a new block budget for one run, or None if caches are not paged."""
         if self.kv_tokens is None:
             return None
         tree_nodes = policy.max_cached_nodes(in_flight)
@@ -93,8 +80,6 @@ class ServingRules:
 
 
 class MakeScheduler(Protocol):
-    """Signature of a scheduler's constructor, which is called once per run or prompt."""
-
     def __call__(
         self,
         *,
@@ -108,9 +93,8 @@ class MakeScheduler(Protocol):
 
 
 def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
-    """Returns the scheduler that ``_target_`` names, or None for the default one.
-
-    Its constructor may leave out arguments of ``MakeScheduler`` that it does not need.
+    """Returns the scheduler that ``_target_`` names, whose constructor takes what it needs of
+    ``MakeScheduler``.
     """
     if "_target_" not in cfg:
         return None

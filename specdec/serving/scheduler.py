@@ -1,7 +1,5 @@
 """The default scheduler: first in, first out."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,11 +17,8 @@ class FifoScheduler(Scheduler):
     """Admits requests in the order of arrival, up to ``batch_size`` at a time.
 
     A finished request is replaced in the same step (continuous admission). No request overtakes
-    another: while a large request at the head of the queue waits for blocks, those behind it wait
-    too, so it cannot starve. Prompts are prefilled before their trees are fed, the oldest first.
-
-    Attributes:
-        num_steps, num_batch_tokens: steps so far, and tree rows sent to the target in them.
+    another, so a large one that waits for blocks cannot starve. Prompts are prefilled before their
+    trees are fed, the oldest first.
     """
 
     def __init__(
@@ -36,17 +31,11 @@ class FifoScheduler(Scheduler):
         rules: ServingRules | None = None,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> None:
-        """Queues the requests of a run.
+        """Queues the requests of a run; UserError if one needs more blocks than the cache has.
 
-        Args:
-            requests: admitted by arrival time; those of the same time keep this order.
-            parts: policy, source and executor, on which requests are opened and closed.
-            prefill_chunk: prompt tokens per step, over all requests.
-            rules: feeding and paging; None means dynamic feeding without paging.
-            on_finish: called with each finished request, after every part has closed it.
-
-        Raises:
-            UserError: a request needs more blocks than the cache has.
+        ``parts`` (policy, source, executor) open and close each request; ``prefill_chunk`` is in
+        prompt tokens per step over all requests; ``rules`` None means dynamic feeding without
+        paging.
         """
         if batch_size < 1 or prefill_chunk < 1:
             raise ValueError(
@@ -111,7 +100,6 @@ class FifoScheduler(Scheduler):
         return replace(batch, prefills=chunks) if chunks else batch
 
     def _place_for_next(self, state: DecodeState) -> bool:
-        """Returns whether the next request can be admitted; waits for it if none is open."""
         request = self._waiting[0]
         if request.finished:
             return True
@@ -138,12 +126,10 @@ class FifoScheduler(Scheduler):
 
     @staticmethod
     def _batches(request: RequestState) -> int:
-        """Returns the number of batches in which the request's live nodes were submitted."""
         submitted_at = request.tree.submitted_at
         return len(np.unique(submitted_at[submitted_at >= 0]))
 
     def _prefill(self, state: DecodeState) -> tuple[PrefillChunk, ...]:
-        """Takes up to ``prefill_chunk`` prompt tokens, the oldest requests first."""
         chunks, left = [], self._prefill_chunk
         for request in state.requests.values():
             start = request.prefill_sent

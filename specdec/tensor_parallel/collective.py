@@ -17,8 +17,6 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Collective:
-    """One rank of a tensor-parallel group; subclasses implement the communication."""
-
     def __init__(self, *, rank: int, size: int) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not in a group of {size}")
@@ -42,12 +40,10 @@ class Collective:
     def add(self, tensor: Tensor) -> Tensor:
         """Returns the sum over all ranks, in the dtype of ``tensor``.
 
-        Parts are added in rank order, so every rank gets the same bits, and an element's bits
-        depend neither on its index nor on the number of rows. Parts are sent in their own dtype;
-        sums of 16-bit parts are accumulated in float32 and rounded once.
-
-        Small tensors are sent whole to every rank (one exchange), large ones as slices, each summed
-        by one rank (two exchanges of 2 / size of the bytes). Both give the same bits.
+        Parts are sent in their own dtype and added in rank order (16-bit ones in float32, rounded
+        once), so every rank gets the same bits, whatever an element's index and the number of rows.
+        Small tensors are sent whole to every rank, large ones as slices, each summed by one rank,
+        with the same bits.
         """
         if self._paused or self.size == 1:
             return tensor
@@ -59,18 +55,15 @@ class Collective:
         return torch.cat(list(self._gather(total)))[: tensor.numel()].view_as(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenates every rank's [..., n] to [..., size * n], in rank order."""
         if self.size == 1:
             return tensor
         parts = [tensor] * self.size if self._paused else self._gather(tensor.contiguous())
         return torch.cat(list(parts), -1)  # einops would stack and copy once more
 
     def _gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Returns every rank's ``tensor`` in rank order; the caller must not change them."""
         raise NotImplementedError
 
     def _exchange(self, slices: Tensor) -> Tensor:
-        """Sends row i of [size, n] to rank i; returns the rows received, in rank order."""
         raise NotImplementedError
 
 

@@ -15,14 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Entries ``start .. stop - 1`` followed by ``pad`` zeros."""
-
     start: int
     stop: int
     pad: int
 
     def times(self, unit: int) -> Piece:
-        """Converts a piece counted in units (such as heads) of ``unit`` entries each to entries."""
         return Piece(self.start * unit, self.stop * unit, self.pad * unit)
 
 
@@ -62,9 +59,8 @@ class Cut:
 
 
 def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
-    """Returns one rank's part of an even split; the parts of the last ranks are padded with zeros.
-
-    Parts consist of whole units of ``unit`` entries, of which ``total`` is a multiple.
+    """Returns one rank's part of an even split, in whole units of ``unit`` entries; the last parts
+    are padded with zeros.
     """
     total //= unit
     width = -(-total // size)
@@ -74,23 +70,15 @@ def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class WholeGroups:
-    """A share that is extended to whole groups of entries.
-
-    Attributes:
-        pieces: the extended share.
-        source: int64[extended size], index of each entry in the original share; the size of that
-            share for entries that it lacks.
-    """
-
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # the extended share
+    # int64[extended size], index of each entry in the original share; the size of that share for
+    # entries that it lacks
     source: Tensor
 
 
 def whole_groups(pieces: Sequence[Piece], total: int, group_size: int) -> WholeGroups | None:
-    """Extends a share to whole groups of ``group_size`` entries.
-
-    ``total``, the entries of the whole weight, is a multiple of ``group_size``. Returns None if
-    there are no groups (0), or if the share consists of whole groups and groups of zeros already.
+    """Extends a share to whole groups of ``group_size`` entries; None without groups (0), or if it
+    consists of whole groups and groups of zeros already.
     """
     if not group_size:
         return None
@@ -113,17 +101,14 @@ def whole_groups(pieces: Sequence[Piece], total: int, group_size: int) -> WholeG
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """The attention heads of one rank; pieces are counted in heads.
+    """The attention heads of one rank; pieces are counted in heads, ``group_size`` in query heads
+    per key/value head.
 
     Groups (a key/value head and its query heads) are assigned in order, equally many per rank; the
-    last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection is
-    zero, so that they add nothing. Each group is first split into parts with the same key/value
-    head and a share of its query heads, as many as give a rank the fewest heads. SwiftSpec pads the
-    number of query heads alone: 64 heads in 8 groups on 6 ranks are 11 per rank there, and here 12
-    with 3 key/value heads (without splitting 16, and two ranks with none); 11 regular ones would
-    need 11 key/value heads.
-
-    ``group_size`` is the number of query heads per key/value head, equal on every rank.
+    last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection adds
+    nothing. Each group is first split into parts with the same key/value head, as many as give a
+    rank the fewest heads. SwiftSpec pads query heads alone: 64 heads in 8 groups on 6 ranks are 11
+    per rank there, and here 12 with 3 key/value heads.
     """
 
     query: tuple[Piece, ...]
@@ -132,11 +117,9 @@ class HeadSplit:
 
     @staticmethod
     def of(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> HeadSplit:
-        """Returns the heads of ``rank`` out of ``size``; H must be a multiple of G."""
         per_group = num_heads // num_kv_heads
 
         def num_held(parts: int) -> int:
-            """Returns the query and key/value heads per rank, with ``parts`` parts per group."""
             return -(-num_kv_heads * parts // size) * (-(-per_group // parts) + 1)
 
         parts = min(range(1, per_group + 1), key=num_held)

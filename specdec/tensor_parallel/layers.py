@@ -3,8 +3,6 @@
 Shape letters: R rows, I inputs, O outputs, P ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +23,8 @@ class _Share(nn.Module):
     """One rank's share of a linear layer; sharded parameters are meta tensors until assigned."""
 
     def __init__(self, module: Any, cuts: Mapping[str, Cut]) -> None:
-        """Copies the hooks of ``module`` and the parameters that ``cuts`` does not name.
-
-        A weight of shape [I, O] (GPT-2's Conv1D) keeps that order.
+        """Copies the hooks of ``module`` and the parameters that ``cuts`` does not name; [I, O]
+        (GPT-2) keeps its order.
         """
         super().__init__()
         self.weight: Tensor
@@ -78,7 +75,6 @@ class RowLinear(_Share):
         self.register_buffer("source", source, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the whole layer's outputs, equal on every rank."""
         if self.split is not None:
             hidden = hidden[..., self.split.start : self.split.stop]
             hidden = pad(hidden, (0, self.split.pad)) if self.split.pad else hidden

@@ -1,16 +1,12 @@
 """Shards a model: replaces the linear layers of transformers' modules by one rank's shares.
 
-All other code is transformers', on smaller matrices; attention modules derive their number of heads
-from the projections' outputs. Embeddings are replicated, as in transformers' plans: a lookup is
-cheap, and a tied output head is a share of them.
-
-Which layers are cut is in sharding plans: those of transformers, and our own for families without
-one. Styles have transformers' names: ``colwise`` (shards the outputs), ``rowwise`` (shards the
-inputs and sums), ``colwise_gather_output`` and ``rowwise_split_input`` (the same, but every rank
-has all activations between the layers), ``replicated...`` (not sharded).
+All other code is transformers', on smaller matrices; attention derives its number of heads from the
+projections' outputs. Embeddings are replicated. Which layers are cut is in sharding plans: those of
+transformers, and our own for families without one. Styles have transformers' names: ``colwise``
+(shards the outputs), ``rowwise`` (shards the inputs and sums), ``colwise_gather_output`` and
+``rowwise_split_input`` (the same, but every rank has all activations between the layers),
+``replicated...`` (not sharded).
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -54,14 +50,10 @@ def shard_modules(
 ) -> dict[str, Cut]:
     """Replaces a model's linear layers in place by shares with weights on the meta device.
 
-    Args:
-        group_size: maps the number of inputs of a whole matrix to the size of groups of inputs that
-            must not be divided, because they share a quantisation scale; 0 means that any split is
-            allowed. A share of heads that would divide a group gets the whole group, and zeros as
-            the activations of the other heads.
-
-    Returns:
-        Parameter name -> share of the whole parameter, which the caller must assign to it.
+    ``group_size`` maps the number of inputs of a whole matrix to the size of groups that must not
+    be divided, because they share a quantisation scale (0: none); a share of heads that would
+    divide one gets the whole group, and zeros as the activations of the other heads. Returns
+    parameter name -> share, which the caller must assign.
     """
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):
@@ -94,7 +86,6 @@ def _pieces(
     group: Collective,
     group_size: Callable[[int], int],
 ) -> tuple[Piece, ...]:
-    """Returns the share of ``total`` outputs (column styles) or inputs (row styles) of a layer."""
     if style in (COLUMN, ROW) and ("attn" in path or "attention" in path):
         config = model.config.get_text_config()
         num_heads = int(config.num_attention_heads)
@@ -111,7 +102,6 @@ def _pieces(
 
 
 def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path, module, style) of every linear layer to shard; the output head is last."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     embeddings = {name for name, m in model.base_model.named_modules() if m is embedding}

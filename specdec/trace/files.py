@@ -1,7 +1,5 @@
 """Writes ``trace.json`` (Chrome trace format, for Perfetto), ``trees.json``, and pages of trees."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +35,8 @@ def write_trace(
 ) -> list[Path]:
     """Writes the trace files into the run folder; returns their paths.
 
-    Args:
-        latency: the executor's latency in steps; None if it varies.
-        places: rank -> pipeline stage, from 1 (default: rank i is stage i).
-        text: token id -> text (default: no texts are written).
+    ``latency`` is the executor's, in steps; ``places`` maps ranks to stages from 1 (default: rank i
+    is stage i); without ``text`` (token id -> text) no texts are written.
     """
     if places is None:
         places = {rank: rank for rank in range(1, (latency or 1) + 1)} if latency != 1 else {}
@@ -71,8 +67,7 @@ def chrome_events(
 ) -> list[dict[str, Any]]:
     """Converts spans to Chrome trace events: one thread per rank, times in microseconds.
 
-    ``fed`` is ``TreeRecord.fed`` and ``places`` maps ranks to stages. In step s, stage i computes
-    the submission of step s - (i - 1).
+    In step s, stage i (from ``places``) computes the submission ``fed`` of step s - (i - 1).
     """
     ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [
@@ -122,15 +117,12 @@ def _event(
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One run on the page."""
-
     title: str  # one line
     trees: Mapping[str, Any]  # content of ``trees.json``
     color: str = "#555555"  # of the strategy, as "#rrggbb"
 
 
 def html_template(package: str, name: str) -> Template:
-    """Loads an HTML template of a package, which escapes every inserted value."""
     environment = Environment(
         loader=PackageLoader(package, "."),
         autoescape=True,
@@ -143,15 +135,15 @@ def html_template(package: str, name: str) -> Template:
 
 
 def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
-    """Renders the page of one run from the content of its ``trees.json``, as ``tracks_page``."""
     return tracks_page([Track(title, trees)], title=title or "Token trees")
 
 
 def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
-    """Renders each step's tree as one self-contained HTML page, of runs of the same prompts.
+    """Renders each step's tree as one self-contained HTML page; steps are aligned by the number of
+    tokens before them.
 
-    Steps are aligned by the number of tokens emitted before them. KeyError: the trees have another
-    format. ValueError: no prompt has recorded steps in all of them, or a prompt differs in length.
+    KeyError: trees of another format. ValueError: no prompt has recorded steps in all, or one
+    differs in length.
     """
     prompts = [
         {r["id"]: r.get("prefix_len") for r in track.trees["requests"] if r["steps"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,22 +12,19 @@ from specdec.clocks import Clock, ClockReport, Span, Timeline
 from specdec.clocks.interface import MAX_SPANS
 from specdec.device import Probs, on_host
 from specdec.interfaces import Executor
+from specdec.state import RequestState
 from specdec.types import NO_NODE, NO_TOKEN, Batch, Commit, FloatArray, IntArray, Output
 
-if TYPE_CHECKING:
-    from specdec.state import RequestState
-
-MAX_STEPS = 4000
-"""Steps beyond this number are not recorded; the run continues."""
-
+MAX_STEPS = 4000  # steps beyond this number are not recorded; the run continues
 _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
 
 
 class Judgement(NamedTuple):
-    """How the draft and the target rated the token that was decided after a node.
+    """How the draft and the target rated the token that was decided after a node; ranks are by
+    probability, 1 the most probable.
 
-    Ranks are by probability, 1 the most probable. The *top* candidate is the draft's most probable
-    one. Values are None without candidates; the target's also if its distribution is unknown.
+    The *top* candidate is the draft's most probable one. Values are None without candidates, the
+    target's also without its distribution.
     """
 
     rank: int  # of the token among the draft's candidates; 0 if it is not one
@@ -40,8 +37,6 @@ class Judgement(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The probabilities that draft and target gave to the children of an answered node."""
-
     tokens: IntArray  # [K], the draft's candidates
     logprobs: FloatArray  # [K]; -inf for those in the tree
     target: Probs | None  # float64[V]; None if the run does not compute it
@@ -89,8 +84,6 @@ class TreeRecord:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """The recording state of an open request."""
-
     request: RequestState
     steps: list[dict[str, Any]]
     last_id: int = NO_NODE  # newest recorded node
@@ -99,7 +92,6 @@ class _OpenRequest:
     proposals: dict[int, Proposal] = field(default_factory=dict)  # by answered node in the tree
 
     def new_nodes(self) -> list[list[Any]]:
-        """Returns the nodes added since the last call; ids ascend, so these are the last ones."""
         tree = self.request.tree
         new = slice(int(tree.ids.searchsorted(self.last_id, side="right")), len(tree))
         self.last_id = int(tree.ids[-1])
@@ -127,8 +119,6 @@ class _OpenRequest:
 
 
 class ObservedExecutor(Executor):
-    """Wraps the executor of a traced decode loop and records its calls in a ``RunTrace``."""
-
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
         self._inner = executor
         self._trace = trace
@@ -160,7 +150,6 @@ class ObservedExecutor(Executor):
         self._inner.submit(batch)
 
     def collect(self, *, wait: bool = True) -> Output:
-        """Collects the output, and records the trees before the step's commits prune them."""
         output, trace = self._inner.collect(wait=wait), self._trace
         if trace.timeline.step >= MAX_STEPS:
             trace.trees.truncated = True
@@ -194,7 +183,6 @@ class ObservedExecutor(Executor):
         return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Records and applies the commits, which ends the step."""
         for commit in commits:
             entry = self._open[commit.request]
             steps, judged = entry.steps, entry.judged(commit)
@@ -228,7 +216,6 @@ class RunTrace:
         self._dropped: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Restarts the record, after a warm-up."""
         self.timeline.take()
         self.trees = TreeRecord()
         self._gathered.clear()
@@ -240,10 +227,9 @@ class RunTrace:
         self._dropped |= {report.rank: report.dropped for report in reports}
 
     def end_run(self, reports: Sequence[ClockReport]) -> None:
-        """Adds the spans of ranks with wall clocks; the controller's report must come first.
-
-        Time axes are aligned by the time of day at which each rank's clock started. Workers number
-        steps from the start of each run.
+        """Adds the spans of ranks with wall clocks, aligned by the time of day at which each
+        started; the controller's report must come first. Workers number steps from the start of
+        each run.
         """
         for report in reports:
             shift = report.origin_s - reports[0].origin_s
@@ -261,7 +247,6 @@ class RunTrace:
         return sum(self._dropped.values()) if self._dropped else self.timeline.dropped
 
     def spans(self) -> list[Span]:
-        """Returns the spans of all ranks, ordered by time since the beginning of the record."""
         spans = (*self._gathered, *self.timeline.spans)
         shifted = [replace(s, start_s=s.start_s - self.began_s) for s in spans]
         return sorted((s for s in shifted if s.start_s >= 0), key=lambda s: (s.start_s, s.rank))

@@ -13,8 +13,6 @@ Shape letters: N nodes, W selected nodes, K candidates per node, C children, D d
 E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Self
@@ -116,7 +114,6 @@ class TokenTree:
         return self._candidates.view(np.float64)[: self._size, :, _LOGPROB]
 
     def copy(self) -> Self:
-        """Returns an independent copy that shares the rows of probabilities and hidden states."""
         tree = copy(self)
         tree._ints, tree._floats = self._ints.copy(), self._floats.copy()
         tree._flags, tree._candidates = self._flags.copy(), self._candidates.copy()
@@ -141,9 +138,8 @@ class TokenTree:
         logprobs: FloatArray,
         origins: IntArray | None = None,
     ) -> IntArray:
-        """Adds W nodes of any depth (layer appending, SpecPipe 3.2.1) and returns their slots.
-
-        ``parents`` are slots, int64[W]; siblings must have different tokens (not checked).
+        """Adds W nodes of any depth below the slots ``parents``, int64[W] (layer appending,
+        SpecPipe 3.2.1); returns their slots. Siblings must have different tokens (not checked).
         """
         new = slice(self._size, self._size + len(tokens))
         self._claim(new.start, new.stop)
@@ -155,10 +151,8 @@ class TokenTree:
         return np.arange(new.start, new.stop)
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores the candidates of W nodes and marks the nodes as expanded.
-
-        ``rows`` of ``candidates`` belong to these nodes. A row of count 0 leaves its node
-        unexpanded, since the source may have a proposal later.
+        """Stores the candidates of W nodes, which are ``rows`` of them, and marks the nodes as
+        expanded; count 0 leaves a node unexpanded.
         """
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
@@ -180,9 +174,8 @@ class TokenTree:
             self.draft_probs.update(zip(ids, candidates.probs[rows], strict=True))
 
     def drop_known_children(self, slots: IntArray) -> None:
-        """Removes candidates whose token a child of the node already has.
-
-        A node may have children before it is expanded, and siblings must differ.
+        """Removes candidates whose token a child has already: a node may have children before it is
+        expanded.
         """
         if slots[0] == self._size - 1 and len(slots) == 1:
             return  # the last node
@@ -196,9 +189,8 @@ class TokenTree:
         self.candidate_logprobs[slots] = np.where(known, -np.inf, self.candidate_logprobs[slots])
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
-        """Turns the untaken candidates in ``columns`` of the nodes ``slots``, int64[W], into nodes.
-
-        Returns the slots of the new nodes, int64[W], in the given order.
+        """Turns the untaken candidates in ``columns`` of the nodes ``slots``, int64[W], into nodes;
+        returns their slots.
         """
         taken = self._candidates[slots, columns]
         self.candidate_logprobs[slots, columns] = -np.inf
@@ -261,7 +253,6 @@ class TokenTree:
         return first if matches[first] else NO_NODE
 
     def children(self, slot: int) -> IntArray:
-        """Returns int64[C], the slots of the children in order of creation."""
         return (self.parents == slot).nonzero()[0]
 
     def path(self, slot: int) -> IntArray:
@@ -283,10 +274,8 @@ class TokenTree:
         return inside
 
     def paths(self, slots: IntArray) -> IntArray:
-        """Returns int64[D, W]: row i has the ids of the nodes' ancestors i levels above.
-
-        Row 0 has the nodes themselves. Paths that are shorter than the longest end with
-        ``NO_NODE``.
+        """Returns int64[D, W]: row i has the ids of the nodes' ancestors i levels above (row 0:
+        their own), ``NO_NODE`` above the root.
         """
         root, levels = int(self.positions[0]), [slots]
         for _ in range(max(self.positions[slots].tolist(), default=root) - root):
@@ -296,9 +285,8 @@ class TokenTree:
     def with_missing_ancestors(
         self, slots: IntArray, has: Callable[[IntArray], BoolArray]
     ) -> IntArray:
-        """Returns int64[M], sorted: ``slots`` and all their ancestors that a cache does not have.
-
-        ``has`` maps node ids, int64[n], to bool[n].
+        """Returns int64[M], sorted: ``slots`` and all their ancestors that a cache does not have;
+        ``has`` maps node ids to bool.
         """
         inside = np.zeros(self._size, np.bool_)
         inside[slots] = True
@@ -312,9 +300,8 @@ class TokenTree:
         return inside.nonzero()[0]
 
     def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """Returns slots int64, columns int64, scores float64 of the ``num`` best candidates.
-
-        They are best first, ties in slot order.
+        """Returns slots, columns and scores of the ``num`` best candidates, best first, ties in
+        slot order.
         """
         flat = (self.candidate_logprobs + self.scores[:, None]).ravel()
         best = top_stable(flat, num)
@@ -346,10 +333,8 @@ class TokenTree:
         self.hidden = {i: h for i, h in self.hidden.items() if i in live}
 
     def _claim(self, start: int, stop: int) -> None:
-        """Puts new nodes, without tokens and parents, into the slots ``start`` .. ``stop`` - 1.
-
-        They become the last ones. The slot ``NO_NODE``, which is the last of the capacity, is
-        spare: its id and parent are ``NO_NODE``.
+        """Puts new nodes, without tokens and parents, into the slots ``start`` .. ``stop`` - 1. The
+        slot ``NO_NODE``, the last of the capacity, is spare: its id and parent are ``NO_NODE``.
         """
         if (extra := stop + 1 - self._ints.shape[1]) > 0:
             more = (0, max(extra, self._ints.shape[1], _CAPACITY))

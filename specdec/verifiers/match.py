@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,13 +12,11 @@ _NO_IDS: IntArray = np.zeros(0, np.int64)
 class MatchVerifier(Verifier):
     """Accepts a draft token if it equals the target's own next token.
 
-    The answer at a node is the token that plain decoding would draw there: from the same logits
-    (the node attends only to its path) and with the same keyed draw, or the argmax if greedy. The
-    output therefore equals autoregressive decoding with the same seed, token for token. This is the
-    rule of SpecPipe and PipeDec, of PPSD Alg. 1, line 4, and of every paper for greedy decoding.
-
-    In a pipeline with one level per step, only the root is answered: no token is accepted, the
-    answer is the next token, and the child with that token becomes the root (a hit).
+    The answer at a node is the token that plain decoding would draw there: from the same logits and
+    with the same keyed draw, or the argmax if greedy. The output therefore equals autoregressive
+    decoding with the same seed. This is the rule of SpecPipe and PipeDec, of PPSD Alg. 1, line 4,
+    and of every paper for greedy decoding. With one level per step only the root is answered: the
+    child with that token becomes the root (a hit).
     """
 
     lossless = Lossless.TOKEN

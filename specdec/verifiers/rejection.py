@@ -1,7 +1,5 @@
 """Shape letters: V vocabulary, S support of the target distribution, C children."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,19 +23,16 @@ class RejectionVerifier(Verifier):
     children of a node are rejected, the *correction token* is drawn from the residual distribution;
     if a node has no children, the *bonus token* is drawn from the target.
 
-    On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2). On a tree it is the
+    On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2); on a tree the
     multi-round form of SpecInfer (Miao et al. 2024, Alg. 2, verify_stochastic): children are tested
-    in turn, each against the residual distribution left by the rejections before it. SpecInfer's
-    siblings are independent draws; here they are drawn without replacement, so the draft
-    distribution is renormalised without the earlier siblings, as in recursive rejection sampling
-    (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg. 1).
+    in turn, each against the residual distribution left by the rejections before it. Siblings are
+    drawn without replacement, so the draft distribution is renormalised without the earlier ones,
+    as in recursive rejection sampling (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg.
+    1).
 
     A node's children must be a prefix of its sampled candidates (asserted here) and be selected
-    independently of their values (checked at composition). With a greedy target the target
-    distribution is one-hot, and the output equals greedy decoding.
-
-    If the target's distributions are in another process, a whole row is fetched only where the
-    first child is rejected.
+    independently of their values (checked at composition). With a greedy target the output equals
+    greedy decoding. A row in another process is fetched only where the first child is rejected.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)
@@ -80,7 +75,6 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
 
 
 def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArray:
-    """Returns int64[C], the children's tokens, which must be a prefix of the sampled candidates."""
     tokens = tree.tokens[children]
     assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
         "children must be taken in sampling order"
@@ -109,7 +103,6 @@ def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
 
 
 def _without(draft: FloatArray, token: int) -> FloatArray:
-    """Returns float64[V], the distribution from which the next sibling was drawn."""
     draft = draft.copy()
     draft[token] = 0.0
     return draft / draft.sum()

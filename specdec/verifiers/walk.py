@@ -1,7 +1,5 @@
 """Shape letters: V vocabulary, C children."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +13,8 @@ from specdec.types import NO_NODE, FloatArray, IntArray, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An acceptance rule's decision at one answered node.
-
-    ``child`` is the slot of the accepted child, or ``NO_NODE``. ``token`` follows the node: it is
-    the child's, or the correction or bonus token. ``num_rejected`` children were rejected.
+    """An acceptance rule's decision at one answered node: the accepted ``child`` or ``NO_NODE``,
+    the ``token`` that follows the node, and how many children were rejected.
     """
 
     child: int
@@ -32,11 +28,9 @@ def target_probs(tree: TokenTree, slot: int) -> FloatArray:
 
 
 def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
-    """Builds the verdict by applying ``rule`` from the root down, as far as nodes are answered.
-
-    The rule maps the slot of an answered node to the decision there. If it accepts no child but a
-    child has the rule's token, the walk continues with that child, which becomes the next root in
-    any case.
+    """Builds the verdict by applying ``rule`` (answered slot -> choice) from the root down, as far
+    as nodes are answered. If it accepts no child but one has its token, which becomes the next root
+    in any case, the walk continues there.
     """
     tree = request.tree
     slot, path = 0, []
@@ -60,10 +54,8 @@ def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
 def accept_child(
     tree: TokenTree, choose: Callable[[int, IntArray], int]
 ) -> Callable[[int], Choice]:
-    """Makes a rule that accepts the child that ``choose`` returns, or else the target's token.
-
-    ``choose`` maps the slot of an answered node and the slots of its children, int64[C >= 1], to
-    the slot of the accepted child, or ``NO_NODE``.
+    """Makes a rule that accepts the child that ``choose`` (answered slot, its children int64[C >=
+    1]) returns, or with ``NO_NODE`` the target's token.
     """
 
     def rule(slot: int) -> Choice:

@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +36,9 @@ PATIENCE_S = 120.0
 class _Group:
     """Replaces ``RankGroup`` after ``rank_groups.use_group``."""
 
-    num_bytes = 0
     pids = None
+    connections = SimpleNamespace(num_bytes=0)
+    inbox = SimpleNamespace(wakeup=None)
 
     def __init__(self, size: int) -> None:
         self.size = size

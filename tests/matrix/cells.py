@@ -156,7 +156,17 @@ assert tuple(f.name for f in fields(Cell)) == AXES
 @cache
 def option(group: str, name: str) -> dict[str, Any]:
     """The resolved node of one option."""
-    return compose_config([f"{group}={name}"]).values[group]
+    if group not in (*AXES, "serving"):
+        return compose_config([f"{group}={name}"]).values[group]
+    return _options([*options(group)].index(name))[group]
+
+
+@cache
+def _options(number: int) -> dict[str, Any]:
+    """Options of that number in every axis, composed at once: an option is read alone."""
+    named = {group: [*options(group)] for group in (*AXES, "serving")}
+    words = [f"{group}={names[number % len(names)]}" for group, names in named.items()]
+    return compose_config(words).values
 
 
 @cache
@@ -227,10 +237,9 @@ def config(
     cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
 ) -> dict[str, Any]:
     """The cell's resolved configuration, on a pipeline of few stages."""
-    values = deepcopy(base())
-    for group in AXES:
-        values[group] = deepcopy(option(group, getattr(cell, group)))
-    values["serving"] = deepcopy(option("serving", serving_of(cell)))
+    chosen = {group: option(group, getattr(cell, group)) for group in AXES}
+    chosen["serving"] = option("serving", serving_of(cell))
+    values = deepcopy({**base(), **chosen})
     executor = values["executor"]
     if executor.get("stages"):
         executor["stages"] = stages

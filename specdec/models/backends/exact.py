@@ -1,20 +1,17 @@
 """Passes in which no row's result depends on the other rows: ``model.exact=true``.
 
 Libraries choose kernels by the number of rows, and kernels add in different orders. Which numbers
-of rows give a row the same bits depends on operator, shape, type, device and number of threads, so
-it is tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
-number of rows is *proved* if passes of that many of them, at several offsets and in several
-layouts, give equal bits. A test is no proof for all inputs, but kernels do not choose their order
-of additions by values. A pass is then cut into passes of at most 64 rows in packing order, and each
-is padded with zero rows to a proved number. Attention takes each row's keys in the order of their
-positions (``specdec.attention.exact``); activations run in pieces; rotary tables are computed for
-always the same number of rows. Plain decoding, trees, prompts and any number of requests use the
-same passes.
+of rows give a row the same bits depends on operator, shape, type, device and threads, so it is
+tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
+number of rows is *proved* if passes of that many, at several offsets and in several layouts, give
+equal bits. A test is no proof for all inputs, but kernels do not choose their order of additions by
+values. A pass is then cut into passes of at most 64 rows in packing order, each padded with zero
+rows to a proved number. Attention takes each row's keys in the order of their positions
+(``specdec.attention.exact``); activations run in pieces; rotary tables are computed for always the
+same number of rows. Plain decoding, trees, prompts and any number of requests use the same passes.
 
-Proofs are cached in the process; those of matrix products, norms and attention also on disk, below
-``SPECDEC_CACHE`` (default ``~/.cache/specdec``): one small file each, named after a digest of
-everything that may decide which kernel runs or what the kernel is. A file that cannot be read or
-written is ignored.
+Proofs are cached in the process; those of matrix products, norms and attention also in small files
+below ``SPECDEC_CACHE``, named after a digest of everything that may decide which kernel runs.
 
 Shape letters: R rows, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -112,7 +109,6 @@ class Exact(Backend):
     def _pass(
         self, parts: Sequence[RowRange], num: int, hidden: Tensor | None, logits_rows: IntArray
     ) -> RunnerOutput:
-        """Runs one padded pass over ``num`` rows and drops the results of the padding."""
         device = self.layers.spec.device
         num_rows = round_up(num, self.counts)
         if hidden is not None:
@@ -135,7 +131,6 @@ class Exact(Backend):
         )
 
     def _agree(self, group: Any) -> None:
-        """Keeps only the counts that every rank of the group has proved."""
         mine = torch.zeros(MOST_ROWS + 1, device=self.layers.spec.device)
         mine[list(self.counts)] = 1.0
         common = group.gather(mine).view(group.size, -1).amin(0)
@@ -143,7 +138,6 @@ class Exact(Backend):
         self._group = None
 
     def _whole_pass(self) -> Operator:
-        """Returns an operator that runs rows as part of a prompt, or as a chain of tree nodes."""
         layers, spec = self.layers, self.layers.spec
         config = layers.model.config.get_text_config()
         num_rows = min(MOST_ROWS, config.max_position_embeddings)
@@ -196,8 +190,6 @@ class _Activation(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """A rotary embedding whose tables are always computed for the largest number of rows."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self._inner = inner
@@ -210,8 +202,6 @@ class _Rotary(nn.Module):
 
 
 class _CappedOutput(nn.Module):
-    """An output head followed by the soft cap of its logits."""
-
     def __init__(self, inner: nn.Module, softcap: float) -> None:
         super().__init__()
         self.weight = inner.weight
@@ -224,7 +214,6 @@ class _CappedOutput(nn.Module):
 
 
 def use_exact_modules(model: Any) -> None:
-    """Replaces activations, rotary embeddings and the soft cap of logits in a runner's own copy."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
@@ -248,27 +237,19 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A part of a forward pass that must give a row the same bits among any other rows.
+    """A part of a forward pass that must give a row the same bits among any other rows."""
 
-    Attributes:
-        name: for messages, such as "linear 192 x 512".
-        key: everything that may decide which kernel runs, besides dtype, device and threads.
-        num_rows: size of the sample, at most ``MOST_ROWS``.
-        layouts: ways to run rows of the sample; the first one defines the reference.
-        on_disk: whether name and key are enough to identify the operator in another process.
-    """
-
-    name: str
-    key: Hashable
-    num_rows: int
+    name: str  # for messages, such as "linear 192 x 512"
+    key: Hashable  # everything that may decide which kernel runs, besides dtype, device and threads
+    num_rows: int  # size of the sample, at most ``MOST_ROWS``
+    # ways to run rows of the sample; the first one defines the reference
     layouts: tuple[Layout, ...]
+    # whether name and key are enough to identify the operator in another process
     on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Dtype and device of weights and activations, and torch's number of intra-op threads."""
-
     dtype: torch.dtype
     device: torch.device
     threads: int
@@ -282,10 +263,8 @@ _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
 
 
 def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int, ...]:
-    """Returns the numbers of rows that all operators are proved for, ascending; never empty.
-
-    Raises:
-        UserError: even in passes of ``MOST_ROWS`` rows, a row's result depends on index or layout.
+    """Returns the numbers of rows that all operators are proved for, ascending; UserError: even in
+    passes of ``MOST_ROWS`` rows, a row's result depends on index or layout.
     """
     counts = set(ROW_COUNTS)
     for operator in operators:
@@ -339,7 +318,6 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _operators(layers: ModelSlice, setting: Setting) -> Iterator[Operator]:
-    """Yields attention, matrix products and norms of a slice."""
     _refuse_dependent(layers.model)
     spec = layers.spec
     yield attention_operator(layers.num_heads, spec.num_kv_heads, spec.head_dim, setting)
@@ -347,7 +325,6 @@ def _operators(layers: ModelSlice, setting: Setting) -> Iterator[Operator]:
 
 
 def _refuse_dependent(model: PreTrainedModel) -> None:
-    """Refuses untested families, and rotary frequencies that depend on the largest position."""
     kind = model.config.get_text_config().model_type
     if kind not in CERTIFIED:
         raise UserError(
@@ -365,7 +342,6 @@ def _refuse_dependent(model: PreTrainedModel) -> None:
 
 
 def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
-    """Yields the matrix products and norms of a model, each shape once."""
     seen = set()
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -386,9 +362,9 @@ def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
 def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
     """Builds a matrix product of samples whose results are nothing but rounding errors.
 
-    Half of the terms of every sum are the negatives of the others, in random order. The sum would
-    be 0 in exact arithmetic, so another order of additions changes most results. With the model's
-    own values, rounding a result to 16 bits would almost always hide the change.
+    Half of the terms of every sum are the negatives of the others, in random order, so another
+    order of additions changes most results; with the model's own values 16 bits would hide the
+    change.
     """
     transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
     outputs, inputs = weight.T.shape if transposed else weight.shape
@@ -444,10 +420,8 @@ def _row_operator(
 def attention_operator(
     num_heads: int, num_kv_heads: int, head_dim: int, setting: Setting
 ) -> Operator:
-    """Runs ``exact_attention`` for rows of a prompt, and for the same rows as tree nodes.
-
-    As a tree, the keys of the last positions are in shuffled slots, so the context is cut at
-    another position, and every row gathers its own keys.
+    """Runs ``exact_attention`` for rows of a prompt, and for the same rows as tree nodes, where the
+    keys of the last positions are in shuffled slots and every row gathers its own.
     """
     generator = torch.Generator().manual_seed(0)
     length, first = 2 * BLOCK + MOST_ROWS // 2, 2 * BLOCK - MOST_ROWS // 2
@@ -530,7 +504,6 @@ def _processor() -> str:
 
 @cache
 def _text_of_library() -> str:
-    """Returns a digest of the source of all modules of this library."""
     total = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         total.update(path.read_bytes())

@@ -1,20 +1,17 @@
 """CUDA graphs of passes of few rows over static buffers (SwiftSpec 4): ``model.graphs``.
 
-A graph reads and writes tensors at fixed addresses with fixed shapes, so
-- a request's keys and values are stored in an arena, which later requests reuse;
-- the rows of a pass are padded to one of a few counts, its masks to one of a few widths;
-- tokens, positions, slots, lengths and masks are sent to the device in one copy.
-Padding rows repeat the last row and write to a spare slot that no row sees. With
-``model.graphs=replay`` the same buffers and padding are used without graphs, on any device.
+A graph reads and writes tensors at fixed addresses with fixed shapes, so a request's keys and
+values are stored in an arena, which later requests reuse; rows are padded to one of a few counts,
+masks to one of a few widths; and all inputs are sent to the device in one copy. Padding rows repeat
+the last row and write to a spare slot that no row sees. ``model.graphs=replay`` does the same
+without graphs, on any device.
 
 Before a timed run, graphs are also captured for fewer rows and shorter contexts than those of the
-shapes that have occurred, so that the run captures a graph only for a larger shape.
+shapes that have occurred.
 
 Shape letters: L layers, G key/value heads, D head size, C slots of an arena (without its spare), R
 (padded) rows, A rows whose logits are computed, M columns of the mask, E hidden size, V vocabulary.
 """
-
-from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -64,11 +61,8 @@ _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 
 class Arena:
-    """Key/value memory at a fixed address, used by one request at a time.
-
-    Attributes:
-        slots: [L, 2, G, C, D], for the cache.
-        layers: [2 L, 1, G, C + 1, D], the same memory with the spare slot, whose index is C.
+    """Key/value memory at a fixed address, used by one request at a time: ``slots`` [L, 2, G, C, D]
+    for the cache, and as ``layers`` [2 L, 1, G, C + 1, D] with the spare slot.
     """
 
     def __init__(self, spec: CacheSpec, capacity: int) -> None:
@@ -81,8 +75,6 @@ class Arena:
 
 
 class Arenas:
-    """Assigns arenas to caches and reuses them when a cache is garbage-collected."""
-
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec
         self._free: dict[int, list[Arena]] = {}
@@ -103,7 +95,6 @@ class Arenas:
         return current[0] if current else None
 
     def _assign(self, current: list[Arena], size: int) -> Arena:
-        """Replaces the current arena by one of at least ``size`` slots."""
         # Few sizes, so that later requests can reuse arenas and the graphs captured over them; a
         # larger arena that is free has graphs already, a new one of the right size has none.
         capacity = max(LEAST_CONTEXT, 1 << (size - 1).bit_length())
@@ -125,7 +116,7 @@ class Inputs:
     Attributes:
         tokens, positions, slots: int64[R].
         lengths, visible: int64[2] and uint8[R, M], see ``Visibility``.
-        columns: int64[M], absolute positions of the entries in the slots from ``lengths[0]`` on.
+        columns: int64[M], positions of the entries in the slots from ``lengths[0]`` on.
         hidden: [1, R, E] for a slice that is not the first; else None.
     """
 
@@ -224,7 +215,6 @@ class Graphs(Backend):
     """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
-        """``captures`` says whether passes become CUDA graphs; else they run without graphs."""
         if eager.attention is Attention.TWO_LEVEL:
             raise UserError(
                 "model.attention=two_level splits the context on the host, which a captured pass"
@@ -246,14 +236,12 @@ class Graphs(Backend):
 
     @property
     def num_captured(self) -> int:
-        """Returns the number of captured graphs or, without graphs, of shapes used so far."""
         return len(self._ready)
 
     def new_cache(self, capacity: int) -> TreeCache:
         return self.arenas.new_cache(capacity)
 
     def serves(self, rows: Sequence[Rows]) -> bool:
-        """Returns whether rows and requests are few enough and all caches are in arenas."""
         parts = [part for part in rows if len(part)]
         return 0 < len(parts) <= _MAX_REQUESTS and all(
             len(part) <= ROW_COUNTS[-1]
@@ -298,7 +286,6 @@ class Graphs(Backend):
         return self._ready[shape]()
 
     def begin_timed(self) -> None:
-        """Captures all shapes up to those that have occurred."""
         occurred_shapes, self._occurred = list(self._occurred), {}
         device = self.layers.spec.device
         guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -358,12 +345,9 @@ def capture(launch: Callable[[], T], pool: Any) -> Callable[[], T]:
     """Captures ``launch`` as a CUDA graph and returns its replay.
 
     ``launch`` reads and writes tensors at fixed addresses. It runs twice before the capture, on a
-    side stream, because libraries and compilers initialise themselves in their first calls. It must
-    write the same values every time.
-
-    Every replay returns the same output tensors. Graphs that share a ``pool``
-    (``torch.cuda.graph_pool_handle``) overwrite each other's intermediate results and outputs: copy
-    the outputs of a replay before the next one.
+    side stream, because libraries initialise themselves in their first calls, and must write the
+    same values every time. Graphs that share a ``pool`` (``torch.cuda.graph_pool_handle``)
+    overwrite each other's outputs: copy those of a replay before the next one.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

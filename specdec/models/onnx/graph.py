@@ -1,15 +1,12 @@
 """ONNX graphs of Llama-like models, for ONNX Runtime on a CPU.
 
-A graph is one pass over R rows of one request. Attention is ONNX Runtime's GroupQueryAttention,
-which appends the rows' keys and values in place to buffers of fixed capacity; the buffers are the
-request's own cache, and an additive mask says what a tree row sees. Weights are not part of the
-graph: the session reads them from memory.
+A graph is one pass over R rows of one request. ONNX Runtime's GroupQueryAttention appends the rows'
+keys and values in place to the request's own cache, and an additive mask says what a tree row sees.
+The session reads weights from memory.
 
 Shape letters: R rows, N slots in use after the pass, C capacity in slots, A rows whose logits are
 computed, E hidden size, H query heads, G key/value heads, D head size, V vocabulary.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,27 +32,19 @@ QUANTISED = "MatMulNBits"
 
 
 def mask_name(window: int | None) -> str:
-    """Returns the graph's input name for the mask of layers with this sliding window."""
     return "mask" if window is None else f"mask_{window}"
 
 
 @dataclass(kw_only=True, eq=False)
 class Graph:
-    """A model's graph and the weights that it reads.
-
-    Attributes:
-        model: serialised ``onnx.ModelProto``; its initializers are external data.
-        weights: name -> array of every large initializer, float32 or packed codes.
-        hidden_names: outputs that are hidden states [R, E]: the slice's output, then captured ones.
-    """
-
-    model: bytes
+    model: bytes  # serialised ``onnx.ModelProto``; its initializers are external data
+    # name -> array of every large initializer, float32 or packed codes
     weights: dict[str, np.ndarray[Any, Any]]
+    # outputs that are hidden states [R, E]: the slice's output, then captured ones
     hidden_names: tuple[str, ...]
 
 
 def with_exact_products(graph: Graph) -> Graph:
-    """Returns the graph with float32 activations in quantised products (slow; for comparisons)."""
     from onnx import ModelProto
 
     model = ModelProto.FromString(graph.model)
@@ -71,9 +60,8 @@ def epsilon(norm: Any) -> float:
 
 
 def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
-    """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``.
-
-    ``bits`` of a weight in linear layers and the output head; None: float32.
+    """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``. ``bits`` of a
+    weight in linear layers and the output head; None: float32.
     """
     model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
@@ -112,30 +100,23 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
 
 @dataclass
 class GraphWriter:
-    """Collects nodes, inputs and weights of one graph.
-
-    Attributes:
-        rotary: the module of the rotary embeddings; None in a graph without attention.
-        options: layer of the graph -> scaling and window of its attention. Default: none.
-        bits: of a weight in matrices of ``linear``; None: they are float32.
-        norms: id of a norm's module -> name of its weight.
-        hidden_names: outputs that are hidden states, in order.
-    """
-
     config: PreTrainedConfig
+    # the module of the rotary embeddings; None in a graph without attention
     rotary: Callable[..., Any] | None = None
+    # layer of the graph -> scaling and window of its attention. Default: none.
     options: Mapping[int, ScoreOptions] = field(default_factory=dict)
-    bits: int | None = None
+    bits: int | None = None  # of a weight in matrices of ``linear``; None: they are float32
     weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
+    # outputs that are hidden states, in order
     hidden_names: list[str] = field(default_factory=list)
+    # id of a norm's module -> name of its weight
     norms: dict[int, str] = field(default_factory=dict)
 
     def op(self, kind: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
-        """Adds a node with one output and returns the output's name."""
         return self.ops(kind, inputs, [f"v{len(self.nodes)}"], domain, **attributes)[0]
 
     def ops(
@@ -158,7 +139,6 @@ class GraphWriter:
         return name
 
     def output(self, name: str, value: str, shape: Sequence[int | str]) -> None:
-        """Makes a value an output of the graph, under the given name."""
         self.ops("Identity", [value], [name])
         self.declare(self.outputs, name, _FLOAT, shape)
 
@@ -169,7 +149,6 @@ class GraphWriter:
         return self.declare(self.inputs, name, _INT64, shape)
 
     def declare_rows(self) -> None:
-        """Declares the inputs of every pass except the layers' caches."""
         self.declare_indices("positions", [1, "R"])
         self.declare(self.inputs, "last_slot", _INT32, [1])
         self.declare(self.inputs, "num_slots", _INT32, [1])
@@ -177,13 +156,11 @@ class GraphWriter:
             self.declare_floats(mask_name(window), [1, 1, "R", "N"])
 
     def weight(self, name: str, value: Tensor) -> str:
-        """Registers a weight unless this name has one."""
         if name not in self.weights:
             self.weights[name] = np.ascontiguousarray(value.detach().float().cpu().numpy())
         return name
 
     def linear(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
-        """Multiplies by the concatenated weights of several layers that read the same value."""
         product = self.product(name, parts, value)
         if parts[0].bias is None:
             return product
@@ -213,7 +190,6 @@ class GraphWriter:
         )
 
     def spread(self, logits: str, places: list[int]) -> str:
-        """Maps logits of a draft vocabulary to those of all tokens (``exits.spread``)."""
         first = self.op("Gather", logits, self.constant("first", [0]), axis=-1)
         minus_infinity = self.weight("minus_infinity", torch.tensor([-torch.inf]))
         # first - first is 0 and has the shape of a column.
@@ -235,9 +211,8 @@ class GraphWriter:
         return outputs[0], outputs[3]
 
     def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
-        """Adds a decoder layer over the residual stream ``stream + update`` and returns both.
-
-        The sum is left to the next norm, whose fused operator computes it.
+        """Adds a decoder layer over the residual stream ``stream + update``, a sum that the next
+        norm's fused operator computes, and returns both.
         """
         normed, stream = self.norm(layer.input_layernorm, stream, update)
         attended = self.attention(index, layer.self_attn, normed)
@@ -246,7 +221,6 @@ class GraphWriter:
         return stream, self.mlp(index, layer.mlp, normed)
 
     def mlp(self, index: int, mlp: Any, normed: str) -> str:
-        """Adds the gated MLP of one layer, without its norm and the residual."""
         both = self.linear(f"{index}.gate_up", [mlp.gate_proj, mlp.up_proj], normed)
         gate, up = self.split(both, [mlp.gate_proj.out_features, mlp.up_proj.out_features])
         # x * sigmoid(x): QuickGelu with factor 1.
@@ -255,7 +229,6 @@ class GraphWriter:
         return self.linear(f"{index}.down", [mlp.down_proj], product)
 
     def attention(self, index: int, attention: Any, value: str) -> str:
-        """Adds attention of one layer before its output projection, [1, R, H D]."""
         config, options = self.config, self.options[index]
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size = head_size(config)
@@ -293,7 +266,6 @@ class GraphWriter:
         return self.ops("Split", [value, constant], names, axis=-1)
 
     def constant(self, name: str, values: list[int]) -> str:
-        """Registers a small int64 constant unless this name has one."""
         from onnx import numpy_helper
 
         if name not in {known.name for known in self.constants}:

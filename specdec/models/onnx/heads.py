@@ -11,8 +11,6 @@ state is an output of the head, A rows whose logits are computed, E hidden size,
 draft vocabulary, V vocabulary, K heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,7 +37,7 @@ def build_head_graph(head: EagleHead) -> Graph:
 
     Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
     of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states [1,
-    R, E], which children of the rows read, and logits [1, A, U].
+    R, E] and logits [1, A, U].
     """
     config = head.config
     layers = range(config.num_layers)
@@ -81,7 +79,6 @@ def _output(head: EagleHead) -> nn.Linear:
 
 
 def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
-    """Adds the operations of ``EagleHead.states``."""
     config = head.config
     if config.version == 1:
         return features
@@ -97,7 +94,6 @@ def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
 
 
 def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: str) -> str:
-    """Adds one layer of the head, which maps the residual stream to the next."""
     residual = inputs = stream
     if layer.first:
         normed, _ = writer.norm(layer.hidden_norm, stream, None)
@@ -159,7 +155,6 @@ class OnnxHead:
         is_feature: BoolArray,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        """Runs one session call; ``is_feature``, bool[R], marks rows whose state is a feature."""
         num_rows, num_logits = len(rows), len(logits_rows)
         num_features, num_own = len(features), len(states)
         # Sizes are at least 1: graphs with none are not tested.
@@ -181,7 +176,6 @@ class OnnxHead:
     def _arrays(
         self, num_rows: int, num_logits: int, num_features: int, num_own: int
     ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        """Returns input arrays and output shapes of a pass; see ``CacheSession.memory``."""
         shared, rows = self._session.shared_array, (1, num_rows)
         inputs: dict[str, Array] = {
             "tokens": np.empty(rows, np.int64),
@@ -200,7 +194,6 @@ class OnnxHead:
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Joins rows that are adjacent in one cache."""
     joined: Rows | None = None
     for part in rows:
         if not len(part):

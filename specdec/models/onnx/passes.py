@@ -3,8 +3,6 @@
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -33,13 +31,10 @@ _ONE_ROW: IntArray = np.zeros(1, np.int64)
 
 
 class Onnx(Backend):
-    """Runs every pass in one ONNX Runtime session, one request after another."""
-
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
-        """Builds the session and compares a few tokens with eager passes.
-
-        With ``bits`` the eager model has rounded weights (``specdec.models.packing``). PyTorch does
-        not round activations, so a second session that does not either is compared with it.
+        """Builds the session and compares a few tokens with eager passes: with ``bits``, whose
+        rounded weights (``specdec.models.packing``) the eager model has, in a session that does not
+        round activations.
         """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
@@ -78,7 +73,6 @@ class Onnx(Backend):
     def _run_one(
         self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Runs one session call over at least one row of one request."""
         wants_logits = self.layers.wants_logits(logits_rows)
         if not wants_logits:
             logits_rows = _ONE_ROW
@@ -105,7 +99,6 @@ class Onnx(Backend):
     def _arrays(
         self, num_rows: int, num_logits: int | None
     ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        """Returns input arrays and output shapes for R rows and A logits rows (None: all)."""
         rows = (1, num_rows)
         inputs: dict[str, Array] = {"positions": np.empty(rows, np.int64)}
         if self.layers.is_first:

@@ -3,8 +3,6 @@
 Shape letters: R rows of one request, n slots in use after the pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -41,22 +39,17 @@ class Memory:
             binding.bind_ortvalue_output(name, value)
 
     def results(self) -> list[Tensor]:
-        """Returns copies of the outputs without their first dimension, which is 1."""
         return [torch.from_numpy(array[0].copy()) for array in self.outputs.values()]
 
 
 @dataclass(slots=True)
 class _Bound:
-    """A binding with one request's keys and values, and the other arrays bound to it."""
-
     keys_values: Tensor
     binding: Any
     memory: Memory | None = None
 
 
 class CacheSession:
-    """A session whose graph appends the rows of one request to the request's own cache."""
-
     def __init__(self, graph: Graph, windows: Iterable[int | None]) -> None:
         """Creates the session for layers with these sliding ``windows`` (None: full attention)."""
         self._session = new_session(graph)
@@ -70,11 +63,8 @@ class CacheSession:
     def memory(
         self, key: Key, make: Callable[[], tuple[dict[str, Array], Mapping[str, tuple[int, ...]]]]
     ) -> Memory:
-        """Returns the arrays of passes of this size; ``make`` creates inputs and output shapes.
-
-        To bind existing values and copy the results costs less than to make new values, up to about
-        8 rows of a vocabulary of 4096 tokens (5 to 7 us against a copy of 0.7 us per row); 32 rows
-        cost some 20 us more, of a pass of about 6 ms.
+        """Returns the arrays of passes of this size; ``make`` creates inputs and output shapes. For
+        few rows, binding existing values and copying the results costs less than making new values.
         """
         memory = self._memories.get(key)
         if memory is None:
@@ -86,7 +76,6 @@ class CacheSession:
         return memory
 
     def shared_array(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Returns a float32 array; all arrays of this name share memory."""
         flat, size = self._flat.get(name), math.prod(shape)
         if flat is None or len(flat) < size:
             flat = self._flat[name] = np.empty(2 * size, np.float32)
@@ -94,7 +83,6 @@ class CacheSession:
         return flat[:size].reshape(shape)
 
     def run(self, rows: Rows, memory: Memory) -> None:
-        """Runs one pass over at least one row, from and to the arrays of ``memory``."""
         num_rows, end = len(rows), rows.end
         keys_values, done = rows.cache.buffers(rows)
         binding = self._binding(rows.cache, keys_values, memory)
@@ -115,7 +103,6 @@ class CacheSession:
         return self._zeros[:size]
 
     def _binding(self, cache: TreeCache, keys_values: Tensor, memory: Memory) -> Any:
-        """Returns the request's binding to its keys and values and the arrays of ``memory``."""
         bound = self._bound.get(id(cache))
         if bound is None:
             # A finalizer is cheaper than a weak mapping, which makes a reference per look-up.
@@ -136,14 +123,12 @@ class CacheSession:
 
 
 def _value(array: Array) -> Any:
-    """Wraps the array as a value of ONNX Runtime that shares its memory."""
     import onnxruntime
 
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 def new_session(graph: Graph) -> Any:
-    """Creates a session on the CPU with as many threads as torch uses now."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

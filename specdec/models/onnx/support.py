@@ -1,7 +1,5 @@
 """Checks which models ONNX Runtime can run here: ``model.backend=onnx``."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

@@ -12,7 +12,6 @@ STATE: dict[str, Any] = {}
 
 
 def convert(model: str, folder: str, **_: str) -> dict[str, Any]:
-    """Converts a model folder with this environment's own torch."""
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
 
@@ -102,8 +101,6 @@ def score(tokens: list[int]) -> dict[str, float]:
 
 
 class _Times(genai.StreamerBase):  # type: ignore[misc]
-    """Records when each token is written."""
-
     def __init__(self) -> None:
         super().__init__()
         self.start = 0.0

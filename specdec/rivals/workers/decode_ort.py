@@ -42,7 +42,6 @@ def open_(
 
 
 def _config(model: str, folder: str, name: str, threads: int) -> dict[str, Any]:
-    """Links a model into the folder; returns its configuration there."""
     config: dict[str, Any] = json.loads(Path(model, "genai_config.json").read_text())
     Path(folder, name).symlink_to(model)
     decoder = config["model"]["decoder"]

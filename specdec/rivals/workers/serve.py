@@ -12,9 +12,8 @@ from typing import Any
 
 
 def serve(*functions: Callable[..., dict[str, Any]]) -> None:
-    """Answers messages by the function named ``op`` (less a final "_") until input ends.
-
-    Replies go to the real standard output; what libraries print is sent to standard error.
+    """Answers messages by the function named ``op`` (less a final "_"); what libraries print goes
+    to standard error.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -31,7 +30,6 @@ def serve(*functions: Callable[..., dict[str, Any]]) -> None:
 
 
 def nats_of(logits: Any, tokens: list[int]) -> dict[str, float]:
-    """Returns the negative log-likelihood of all tokens but the first; ``logits`` are [T, V]."""
     import numpy as np
 
     logits = np.asarray(logits, np.float64)[:-1]
