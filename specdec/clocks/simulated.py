@@ -48,6 +48,18 @@ class SimulatedClock(Clock):
         if (other := time[to]) > time[rank]:
             time[rank] = other
 
+    def delay(self, rank: int, until_s: float) -> None:
+        """Makes the rank's next work start no earlier than ``until_s``."""
+        self._time[rank] = max(self._time[rank], until_s)
+
+    def cancel(self, rank: int, since_s: float, free_s: float) -> None:
+        """Takes back the rank's work from ``since_s`` on; it is free from ``free_s`` on."""
+        self.busy_s[rank] -= self._time[rank] - since_s
+        self._time[rank] = free_s
+        if self.timeline is not None:
+            spans = self.timeline.spans
+            spans[:] = [s for s in spans if s.rank != rank or s.start_s < since_s]
+
     def barrier(self, ranks: Sequence[int]) -> None:
         latest = max(self._time[CONTROLLER], *(self._time[r] for r in ranks))
         self._time[CONTROLLER] = latest
@@ -57,7 +69,7 @@ class SimulatedClock(Clock):
     def busy(self, rank: int) -> bool:
         return self._time[rank] > self._time[CONTROLLER]
 
-    def ends_s(self, rank: int) -> float | None:
+    def ends_s(self, rank: int) -> float:
         return self._time[rank]
 
     @contextmanager
