@@ -31,8 +31,8 @@ class SimulatedClock(Clock):
         """Does nothing: work begins at the rank's time."""
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        cost = self._prices.seconds(kind, num_tokens)
         rank = self._acting if rank == CONTROLLER else rank
+        cost = self._prices.seconds(kind, num_tokens, rank)
         if cost:
             if self.timeline is not None:
                 self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
