@@ -4,17 +4,14 @@
         [--data humaneval gsm8k xsum] [--prompts 16] [--tokens 128] [--samplings t06 greedy]
         [--out outputs/ppsd] [--results experiments/ppsd/results]
 
-ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha, and
-on a profile in which the exit's stage includes the exit head and its output layer
-(ppsd_vicuna7b_exit). multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits
+ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha. multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits
 alone. eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig. 1), beside
 Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which stages take longer for more
 tokens (specpipe_8x3090). All rows of a part share stages and their times.
 
 If the time of a step does not depend on its work, all prompts are decoded in one batch: a request's
 times are those of a single request, except for the last round of `eesd`, in which others may still
-draft. On ppsd_vicuna7b_exit this holds for `ppsd`, whose exit stage works in every step; `ar` runs
-alone. Prompts longer than the context lose their first tokens.
+draft. Prompts longer than the context lose their first tokens.
 
 Prints a table per part, data set and sampling (speed-ups are over `ar` on the same stages; `loops`
 is the share of tokens that end an 8-gram generated before; `as_ar` is 1 if the tokens are those of
@@ -42,7 +39,7 @@ STAGES = "executor.stages=8"
 PIPELINE = ("executor=pipeline", STAGES, "model.exit_layer=3")
 EESD = ("executor=early_exit", STAGES, "model.exit_layer=3")
 GAMMAS = range(1, 11)
-UNIFORM, EXIT_PAID = "clock.profile=uniform_30ms", "clock.profile=ppsd_vicuna7b_exit"
+UNIFORM = "clock.profile=uniform_30ms"
 TOKENS_COST = "clock.profile=specpipe_8x3090"
 KEYS = ["part", "data", "sampling"]
 HEAD = """# PPSD and EESD against Eq. 4-6, simulated
@@ -154,10 +151,7 @@ def exits(run: Run, profile: str, strategies: dict[str, tuple[str, ...]]) -> Row
 
 
 def ppsd(run: Run) -> Rows:
-    rows = {}
-    for profile in (UNIFORM, EXIT_PAID):
-        rows |= exits(run, profile, {profile.partition("=")[2]: ("ppsd",)})
-    return rows
+    return exits(run, UNIFORM, {UNIFORM.partition("=")[2]: ("ppsd",)})
 
 
 def multi(run: Run) -> Rows:
