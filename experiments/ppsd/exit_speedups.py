@@ -4,10 +4,11 @@
         [--data humaneval gsm8k xsum] [--prompts 16] [--tokens 128] [--samplings t06 greedy]
         [--out outputs/ppsd] [--results experiments/ppsd/results]
 
-ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha. multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits
-alone. eesd: acceptance and speed-up against draft lengths 1 .. 10 (the paper's Fig. 1), beside
-Eq. 4 and 5. tree: `ppsd_tree` against `ppsd` on a profile in which stages take longer for more
-tokens (specpipe_8x3090). All rows of a part share stages and their times.
+ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha.
+multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits alone. eesd: acceptance
+and speed-up against draft lengths 1 .. 10 (the paper's Fig. 1), beside Eq. 4 and 5. tree:
+`ppsd_tree` against `ppsd` on a profile in which stages take longer for more tokens
+(specpipe_8x3090). All rows of a part share stages and their times.
 
 If the time of a step does not depend on its work, all prompts are decoded in one batch: a request's
 times are those of a single request, except for the last round of `eesd`, in which others may still
