@@ -5,7 +5,7 @@
         [--out outputs/ppsd] [--results experiments/ppsd/results]
 
 ppsd: `ppsd` against `ar` on equal stages (uniform_30ms), beside Eq. 6 at the run's own alpha.
-multi: an exit chosen per token (`ppsd_multi`, B.3) against each of its exits alone. eesd: acceptance
+multi: an exit chosen per token (`ppsd_multi`, B.3) against each exit alone. eesd: acceptance
 and speed-up against draft lengths 1 .. 10 (the paper's Fig. 1), beside Eq. 4 and 5. tree:
 `ppsd_tree` against `ppsd` on a profile in which stages take longer for more tokens
 (specpipe_8x3090). All rows of a part share stages and their times.
