@@ -217,8 +217,9 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
                 price = build_profile(run.config["clock"]).ms
                 stage, leave, output = (price(k, 1) for k in (Work.STAGE, Work.EXIT, Work.HEAD))
                 accepted, rejected = free_costs_ms(_STAGES, stage, leave, output)
-                form = walk_ms(_STAGES, stage, output)
-                form /= cells[0] * accepted + (1 - cells[0]) * rejected
+                later = s["new_tokens"] / s["num_prompts"] - 2  # the second token passes alone
+                spent = rejected + later * (cells[0] * accepted + (1 - cells[0]) * rejected)
+                form = walk_ms(_STAGES, stage, output) * (later + 1) / spent
                 ratio, law = cells[2], s["speedup_law"]
                 laws.append((name, label, cells[0], ratio, law, ratio / law, form, ratio / form))
         for claim, (ours, other) in config["faster"].items():

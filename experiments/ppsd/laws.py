@@ -49,13 +49,15 @@ def free_costs_ms(
 
 
 def paid_speedup(alpha: float, exit_layer: int, num_layers: int, output: float) -> float:
-    """Speed-up by ``free_costs_ms`` if a layer costs 1, a head a layer and an output matrix.
+    """Eq. 6 if heads cost time by their weights, a verdict breaks off a pass and a head delays rows.
 
-    Every output matrix costs ``output`` layers; plain decoding has no exit head.
+    The first stage has a head of a layer and an output matrix of ``output`` layers, the last stage
+    the target's own. An accepted token costs a step of the first stage, a rejected one a walk
+    through all of them; plain decoding has no head. See ``free_costs_ms`` for passes that end.
     """
-    stages = ceil(num_layers / exit_layer)
-    accepted, rejected = free_costs_ms(stages, exit_layer, 1 + output, output)
-    return (num_layers + output) / (alpha * accepted + (1.0 - alpha) * rejected)
+    accepted = exit_layer + 1 + output
+    walk = ceil(num_layers / exit_layer) * exit_layer + 1 + 2 * output
+    return (num_layers + output) / (alpha * accepted + (1.0 - alpha) * walk)
 
 
 def eq7_gain(alpha: float, gamma: int, exit_layer: int, num_layers: int) -> float:
