@@ -49,7 +49,7 @@ def free_costs_ms(
 
 
 def paid_speedup(alpha: float, exit_layer: int, num_layers: int, output: float) -> float:
-    """Eq. 6 if heads cost time by their weights, a verdict breaks off a pass and a head delays rows.
+    """Eq. 6 if heads cost time by their weights, delay rows, and a verdict breaks off a pass.
 
     The first stage has a head of a layer and an output matrix of ``output`` layers, the last stage
     the target's own. An accepted token costs a step of the first stage, a rejected one a walk
