@@ -13,13 +13,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.ppsd.laws import eq5_acceptance
+from experiments.ppsd.laws import eq5_acceptance, free_costs_ms, walk_ms
 from experiments.reproduce.drafts import SIMULATED, size_overrides
 from experiments.reproduce.findings import Findings, surely
 from experiments.reproduce.intervals import Interval, interval, share
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.profiles import write_profile
+from specdec.clocks import Work
+from specdec.clocks.build import build_profile
 from specdec.metrics.rates import judged
 
 _LAYERS = 24  # of the bundled target
@@ -201,7 +203,7 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
         lab.folder, target_ms=config["pass_ms"], stages=_STAGES, draft_ms=0.0, transfer_ms=0.0
     )
     profiles = {"heads at no cost": free, "heads paid": config["paid"]}
-    table = []
+    table, laws = [], []
     for (name, overrides), (label, profile) in product(config["data"].items(), profiles.items()):
         common = _common(item, lab, _STAGES, profile, overrides)
         plain = lab.run(["strategy=ar", "executor=pipeline", *common])
@@ -211,6 +213,15 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
             per_answer = s["new_tokens"] / s["answers"]
             cells = (s["acceptance_rate_verified"], per_answer, *speed_ratio(run, plain))
             table.append((name, label, row, *cells, s["loop_share"]))
+            if row == "PPSD":
+                price = build_profile(run.config["clock"]).ms
+                stage, leave, output = (price(k, 1) for k in (Work.STAGE, Work.EXIT, Work.HEAD))
+                accepted, rejected = free_costs_ms(_STAGES, stage, leave, output)
+                later = s["new_tokens"] / s["num_prompts"] - 2  # the second token passes alone
+                spent = rejected + later * (cells[0] * accepted + (1 - cells[0]) * rejected)
+                form = walk_ms(_STAGES, stage, output) * (later + 1) / spent
+                ratio, law = cells[2], s["speedup_law"]
+                laws.append((name, label, cells[0], ratio, law, ratio / law, form, ratio / form))
         for claim, (ours, other) in config["faster"].items():
             ratio, low, high = speed_ratio(runs[ours], runs[other])
             ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
@@ -223,3 +234,8 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
     )
     title = f"On the bundled target, {_STAGES} stages for every row (simulated)"
     findings.table(title, columns, table)
+    columns = (
+        *("data", "profile", "alpha", "speed-up", "Eq. 6", "run / Eq. 6"),
+        *("closed form", "run / closed form"),
+    )
+    findings.table("PPSD, free running, against Eq. 6 and its closed form", columns, laws)

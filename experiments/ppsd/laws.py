@@ -5,6 +5,8 @@ Letters as in ``specdec.sources.early_exit``.
 
 from __future__ import annotations
 
+from math import ceil
+
 from specdec.metrics.speedup import expected_accepted
 from specdec.sources.early_exit import eesd_law, ppsd_law
 
@@ -27,15 +29,34 @@ def eq6_speedup(alpha: float, exit_layer: int, num_layers: int) -> float:
     return ppsd_law(exit_layer, num_layers).speedup(alpha)
 
 
+def walk_ms(num_stages: int, stage: float, output: float = 0.0, transfer: float = 0.0) -> float:
+    """Time of a token through all stages, its answer back at the first: plain decoding's too."""
+    return num_stages * (stage + transfer) + output
+
+
+def free_costs_ms(
+    num_stages: int, stage: float, head: float, output: float = 0.0, transfer: float = 0.0
+) -> tuple[float, float]:
+    """Milliseconds of an accepted and of a rejected token where ranks wait for what they receive.
+
+    Each pass of the first stage computes, sends its rows and runs the exit head (Algorithm 1, lines
+    8 to 13). An accepted token costs one pass. A verdict is read between two passes (line 3), so a
+    rejected token costs as many as last until its answer is back. For a first stage that is the
+    slowest with its head.
+    """
+    one = stage + transfer + head
+    return one, ceil(walk_ms(num_stages, stage, output, transfer) / one - 1e-9) * one
+
+
 def paid_speedup(alpha: float, exit_layer: int, num_layers: int, output: float) -> float:
-    """Eq. 6 if heads cost time by their weights and ranks wait only for what they receive.
+    """Eq. 6 if heads cost time by their weights, delay rows, and a verdict breaks off a pass.
 
     The first stage has a head of a layer and an output matrix of ``output`` layers, the last stage
     the target's own. An accepted token costs a step of the first stage, a rejected one a walk
-    through all of them; plain decoding has no head.
+    through all of them; plain decoding has no head. See ``free_costs_ms`` for passes that end.
     """
     accepted = exit_layer + 1 + output
-    walk = -(-num_layers // exit_layer) * exit_layer + 1 + 2 * output
+    walk = ceil(num_layers / exit_layer) * exit_layer + 1 + 2 * output
     return (num_layers + output) / (alpha * accepted + (1.0 - alpha) * walk)
 
 

@@ -41,12 +41,15 @@ class CostCurve:
         tokens: increasing numbers of tokens, at least 1.
         block_tokens, block_ms: beyond the last point, each further block of ``block_tokens``,
             partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
+        devices: factors of the pipeline's devices (ranks 1, 2, ...), at most 1 since the curve is
+            that of the slowest. () makes them equal.
     """
 
     tokens: tuple[Index, ...]
     ms: tuple[_Ms, ...]
     block_tokens: Index = 0
     block_ms: _Ms = 0.0
+    devices: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
     def __post_init__(self) -> None:
         ordered = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
@@ -83,14 +86,17 @@ class LatencyProfile:
     costs: Mapping[str, CostCurve] = field(default_factory=dict)
     note: str = ""
 
-    def ms(self, kind: Work, num_tokens: int) -> float:
+    def ms(self, kind: Work, num_tokens: int, rank: int = 0) -> float:
+        """Returns the cost on the pipeline's device of that rank; 0: on the slowest."""
         curve = self.costs.get(kind.value)
-        return curve(num_tokens) if curve is not None else 0.0
+        if curve is None:
+            return 0.0
+        return curve(num_tokens) * (curve.devices[rank - 1] if rank and curve.devices else 1.0)
 
 
 class Prices:
     def __init__(self, profile: LatencyProfile, scale: float) -> None:
-        self.seconds = cache(lambda kind, num: profile.ms(kind, num) * 1e-3 * scale)
+        self.seconds = cache(lambda *work: profile.ms(*work) * 1e-3 * scale)
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:

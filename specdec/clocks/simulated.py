@@ -29,8 +29,8 @@ class SimulatedClock(Clock):
         """Does nothing: work begins at the rank's time."""
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        cost = self._prices.seconds(kind, num_tokens)
         rank = self._acting if rank == CONTROLLER else rank
+        cost = self._prices.seconds(kind, num_tokens, rank)
         if cost:
             if self.timeline is not None:
                 self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
@@ -46,6 +46,18 @@ class SimulatedClock(Clock):
         if (other := time[to]) > time[rank]:
             time[rank] = other
 
+    def delay(self, rank: int, until_s: float) -> None:
+        """Makes the rank's next work start no earlier than ``until_s``."""
+        self._time[rank] = max(self._time[rank], until_s)
+
+    def cancel(self, rank: int, since_s: float, free_s: float) -> None:
+        """Takes back the rank's work from ``since_s`` on; it is free from ``free_s`` on."""
+        self.busy_s[rank] -= self._time[rank] - since_s
+        self._time[rank] = free_s
+        if self.timeline is not None:
+            spans = self.timeline.spans
+            spans[:] = [s for s in spans if s.rank != rank or s.start_s < since_s]
+
     def barrier(self, ranks: Sequence[int]) -> None:
         latest = max(self._time[CONTROLLER], *(self._time[r] for r in ranks))
         self._time[CONTROLLER] = latest
@@ -55,7 +67,7 @@ class SimulatedClock(Clock):
     def busy(self, rank: int) -> bool:
         return self._time[rank] > self._time[CONTROLLER]
 
-    def ends_s(self, rank: int) -> float | None:
+    def ends_s(self, rank: int) -> float:
         return self._time[rank]
 
     @contextmanager

@@ -179,7 +179,7 @@ class PacedClock(MeasuredClock):
         if num_tokens <= 0:
             return
         rank = self._acting if rank == self.rank else rank
-        cost = self._prices.seconds(kind, num_tokens)
+        cost = self._prices.seconds(kind, num_tokens, rank)
         if rank != self.rank:
             self._plans[rank] = (
                 self._plans[rank] + cost if cost else max(self._plans[rank], self.now())

@@ -20,7 +20,7 @@ def _curve(curve: Any) -> Any:
     try:
         CostCurve.of(curve)
     except (TypeError, AttributeError) as error:
-        form = "lists `tokens` and `ms`, and may have block_tokens, block_ms"
+        form = "lists `tokens` and `ms`, and may have block_tokens, block_ms, devices"
         raise ValueError(f"it needs {form}") from error
     return curve
 
@@ -93,11 +93,25 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     clock = dict(config["clock"])
     if degrees := clock.pop("degrees", None):
         clock = _with_degrees(clock, degrees, config["executor"])
+    _check_devices(clock, config["executor"])
     clock = with_draft(clock, config["model"].get("draft_name"))
     config, policy = {**config, "clock": clock}, config.get("policy")
     if isinstance(policy, dict) and policy.get("d") in _RATIOS:
         config["policy"] = {**policy, "d": _expansions(policy, clock)}
     return config
+
+
+def _check_devices(clock: Mapping[str, Any], executor: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` if a profile of unlike devices prices other devices than its own."""
+    for kind, curve in clock.get("costs", {}).items():
+        if num := len(curve.get("devices", ())):
+            used = executor.get("stages") if "lock_step" in executor else None
+            if used != num or executor.get("groups") or (executor.get("target_degree") or 1) > 1:
+                raise UserError(
+                    f"clock.profile={clock['profile']} has one {kind} time for each of {num}"
+                    " devices: use a pipeline of a stage on each (executor=pipeline"
+                    f" executor.stages={num}), or another profile"
+                )
 
 
 def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class PipelineOptions:
         split: "balanced" includes the output head's cost, "even" counts layers only.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
+        lock_step: every step ends when its slowest stage has finished; False: stages wait only for
+            what they receive, on a simulated clock (PPSD Algorithm 1). Ranks always keep the steps.
         timeout_s: a distributed run fails when no rank has made progress for this long.
     """
 
@@ -85,6 +87,7 @@ class PipelineOptions:
     target_degree: Count | None = None
     draft_degree: Count | None = None
     shared: bool = False
+    lock_step: bool = True
     transport: Literal["in_process", "distributed"] = "in_process"
     timeout_s: Annotated[float, Field(ge=2, lt=1e6)] = 60.0
 
@@ -108,6 +111,7 @@ class PipelinePlan(ExecutorPlan):
 
     layout: StageLayout
     distributed: bool = False
+    lock_step: bool = True
     group_number: int = 0
 
     @staticmethod

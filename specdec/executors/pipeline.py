@@ -4,14 +4,15 @@ With a simulated clock this is the simulator; the distributed executor runs the 
 (``specdec.executors.stage``) over messages.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from specdec.clocks import Clock, ClockKind, Work
+from specdec.clocks import CONTROLLER, Clock, ClockKind, SimulatedClock, Work
 from specdec.clocks.build import check_in_process
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
@@ -48,13 +49,22 @@ class PipelineExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
         devices: Sequence[int] | None = None,
+        lock_step: bool = True,
     ) -> None:
-        """``devices``: number of devices of each stage, for the clock. Default: one each."""
+        """Connects the stages.
+
+        Args:
+            devices: number of devices of each stage, for the clock. Default: one each.
+            lock_step: see ``PipelineOptions``.
+        """
         self.hidden = hidden
         self.early_hidden = early_hidden
         self.stages = list(stages)
-        self._charges = StepCharges(clock, devices or [1] * len(self.stages))
         self._in_flight = InFlightRows()
+        devices = devices or [1] * len(self.stages)
+        self._charges = StepCharges(clock, devices)
+        if not lock_step and isinstance(clock, SimulatedClock):
+            self._charges = FreeCharges(clock, devices, self._in_flight)
         self._tick = self._step = -1
         self.in_flight = len(self.stages)
         self.latency = self.in_flight
@@ -73,9 +83,9 @@ class PipelineExecutor(Executor):
     def plan(cls, models: ModelPair, **options: Any) -> PipelinePlan:
         keys = PipelineOptions(**options)
         stages = keys.stages or -(-models.num_layers // models.exit_layer)
-        return PipelinePlan.of(
-            models, keys.layout(stages), distributed=keys.transport == "distributed"
-        )
+        distributed = keys.transport == "distributed"
+        plan = PipelinePlan.of(models, keys.layout(stages), distributed=distributed)
+        return replace(plan, lock_step=keys.lock_step)
 
     @classmethod
     def build(
@@ -126,6 +136,7 @@ class PipelineExecutor(Executor):
             hidden=needs.hidden,
             early_hidden=needs.early_hidden,
             devices=plan.layout.devices,
+            lock_step=plan.lock_step,
         )
 
     def open(self, request: RequestState) -> None:
@@ -224,10 +235,14 @@ class StepCharges:
         self._clock.fan_out(self._ranks)
         self._clock.charge_each(self._ranks, Work.STAGE, rows)
         for rank, num_devices in self._larger:
-            for _ in range(num_devices - 1):
-                clock.charge(rank, Work.TRANSFER, rows[rank - 1])
-                clock.charge(rank, Work.STAGE, rows[rank - 1])
+            self._further(rank, num_devices - 1, rows[rank - 1])
         clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
+
+    def _further(self, rank: int, num_devices: int, num_rows: int) -> None:
+        """Charges the other devices of a stage."""
+        for _ in range(num_devices):
+            self._clock.charge(rank, Work.TRANSFER, num_rows)
+            self._clock.charge(rank, Work.STAGE, num_rows)
 
     def exit(self, stage: int, num_nodes: int) -> None:
         self._clock.charge(self._ranks[stage], Work.EXIT, num_nodes)
@@ -254,3 +269,80 @@ class StepCharges:
         if answered:
             self._clock.charge(ranks[-1], Work.TRANSFER, 1)
         self._clock.fan_in(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A stage's work on the batch that entered at ``tick``; the rank was free from ``free_s``."""
+
+    tick: int
+    free_s: float
+    start_s: float
+
+
+class FreeCharges(StepCharges):
+    """Charges ranks that wait only for what they receive (PPSD Algorithm 1), in simulated time.
+
+    A rank begins a batch when the rows of the stage before have arrived and its own last pass has
+    ended; the controller waits for answers. A pass sends its rows before it runs its exit head
+    (lines 9 to 13). The first stage looks for a verdict between two passes (line 3): a pass that
+    has begun is finished, one that would begin after all of its rows were pruned never runs. The
+    steps of the executor are the same as in lock step; only their times differ.
+    """
+
+    _clock: SimulatedClock
+
+    def __init__(
+        self, clock: SimulatedClock, devices: Sequence[int], in_flight: InFlightRows
+    ) -> None:
+        super().__init__(clock, devices)
+        self._in_flight = in_flight
+        self._devices, self._tick = devices, -1
+        self._sent_s = [0.0] * (len(devices) + 1)  # by rank: when its latest rows had left it
+        self._passes: list[deque[_Pass]] = [deque(maxlen=2 * len(devices)) for _ in devices]
+        self._exits: dict[int, float] = {}  # tick of entry -> when stage 1 has the exit's token
+
+    def compute(self, rows: Sequence[int], num_nodes: int) -> None:
+        clock, last = self._clock, self._ranks[-1]
+        self._tick += 1
+        self._sent_s[CONTROLLER] = max(clock.now(), *self._exits.values(), 0.0)
+        self._exits.clear()
+        self._answered = num_nodes > 0
+        for rank in reversed(self._ranks):  # the stage before has not begun its next batch
+            if not (num_rows := rows[rank - 1]):
+                continue
+            free_s = clock.ends_s(rank)
+            clock.delay(rank, self._sent_s[rank - 1])
+            self._passes[rank - 1].append(_Pass(self._tick + 1 - rank, free_s, clock.ends_s(rank)))
+            clock.charge(rank, Work.STAGE, num_rows)
+            self._further(rank, self._devices[rank - 1] - 1, num_rows)
+            if rank == last:
+                clock.charge(rank, Work.HEAD, num_nodes)
+            clock.charge(rank, Work.TRANSFER, num_rows if rank < last else min(num_nodes, 1))
+            self._sent_s[rank] = clock.ends_s(rank)
+
+    def exit(self, stage: int, num_nodes: int) -> None:
+        """Charges an exit head; its token goes from its rank to the first stage."""
+        super().exit(stage, num_nodes)
+        if stage:
+            self._clock.charge(self._ranks[stage], Work.TRANSFER, 1)
+        self._exits[self._tick - stage] = self._clock.ends_s(self._ranks[stage])
+
+    def finish(self) -> None:
+        """Makes the controller wait for the answers of the step, if there are any."""
+        if self._answered:
+            self._clock.wait_until(self._sent_s[self._ranks[-1]])
+
+    def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
+        """Charges pruning, and takes back passes that nothing was left to begin for."""
+        clock, now = self._clock, self._clock.now() * (1 - 1e-12)  # sums of equal terms are equal
+        for rank, passes in zip(self._ranks, self._passes, strict=True):
+            while passes and passes[-1].start_s >= now and not self._alive(passes[-1].tick):
+                dropped = passes.pop()
+                clock.cancel(rank, dropped.start_s, dropped.free_s)
+            if pruned:
+                clock.charge(rank, Work.PRUNE, pruned)
+        self._exits = {tick: at for tick, at in self._exits.items() if self._alive(tick)}
+
+    def _alive(self, tick: int) -> bool:
+        return self._in_flight.alive(tick) is not None

@@ -157,6 +157,13 @@ class Profiled(Machine):
                 costs[kind] = curve
             elif degree > 1:
                 raise DoesNotFit(f"{self.name} has no time of a {kind} on {degree} devices")
+        if any("devices" in c for c in costs.values()) and (layout.stages, layout.degree) != (
+            self.stages,
+            1,
+        ):
+            raise DoesNotFit(
+                f"the devices of {self.name} differ: {self.stages} stages, one on each, are priced"
+            )
         if "stage" in costs:
             costs["stage"] = scaled(costs["stage"], self.stages / layout.stages)
         return costs
@@ -377,9 +384,14 @@ def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens:
         return CostCurve.of(costs[kind])(rows) if kind in costs else 0.0
 
     rows = batch * (draft_tokens + 1)
-    stage = ms("stage", rows) + (ms("transfer", rows) if layout.stages > 1 else 0.0)
+
+    def over_stages(kind: str) -> float:
+        factors = costs.get(kind, {}).get("devices") or [1.0] * layout.stages
+        return ms(kind, rows) * sum(factors)
+
+    stages = over_stages("stage") + (over_stages("transfer") if layout.stages > 1 else 0.0)
     after = ms("head", rows) + (ms("prune", rows) if draft_tokens else 0.0)
-    return layout.stages * stage + after + draft_tokens * ms("draft", batch)
+    return stages + after + draft_tokens * ms("draft", batch)
 
 
 def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> int | None:

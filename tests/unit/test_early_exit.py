@@ -106,9 +106,11 @@ class TestOncePerLayer:
         assert 0 < drafted < sum(s.node_rows for s in front)
 
 
-def simulated(models: RandomPair, build: object, **options: object) -> tuple[Parts, list[float]]:
+def simulated(
+    models: RandomPair, build: object, profile: LatencyProfile = PROFILE, **options: object
+) -> tuple[Parts, list[float]]:
     """Decodes one prompt on a clock that charges 1 s per stage; emission times."""
-    clock = SimulatedClock(PROFILE)
+    clock = SimulatedClock(profile)
     parts = build(Workbench(models, seed=1, clock=clock), **options)  # type: ignore[operator]
     request = new_request(1, (3,), 24, SamplingParams(temperature=0.4))
     with torch.inference_mode():
@@ -130,6 +132,29 @@ class TestSchedule:
         steps = np.diff(times)
         size = exit_layer if stages == ceil(8 / exit_layer) else 8 / stages
         assert set(Counter(steps.tolist())) == {exit_layer / size * STAGE_S, stages * STAGE_S}
+
+    @pytest.mark.parametrize("lock_step", [False, True])
+    @pytest.mark.parametrize(
+        ("stage", "head", "leave", "send"), [(4.18, 0.68, 1.72, 0), (4, 1, 2, 1)]
+    )
+    def test_free_running_follows_its_closed_form(
+        self, stage: float, head: float, leave: float, send: float, lock_step: bool
+    ) -> None:
+        """A rejected token costs whole passes of the first stage until the answer is there."""
+        prices = {"stage": stage, "head": head, "exit": leave, "transfer": send}
+        curves = {kind: CostCurve(tokens=(1,), ms=(1000.0 * ms,)) for kind, ms in prices.items()}
+        profile = LatencyProfile(name="paid", costs=curves)
+        models = pair(num_layers=8, exit_layer=1)
+        parts, times = simulated(models, partial(build, "ppsd"), profile, lock_step=lock_step)
+        walk = laws.walk_ms(8, stage, head, send)
+        accepted, rejected = laws.free_costs_ms(8, stage, leave, head, send)
+        assert rejected == ceil(walk / accepted) * accepted < 8 * accepted
+        costs = {accepted, 8 * accepted} if lock_step else {accepted, rejected}
+        steps = np.diff(times)[:-8]  # later the first stage may have nothing left to draft
+        assert set(steps.round(6).tolist()) == {round(cost, 6) for cost in costs}
+        assert parts.clock.busy_s is not None
+        assert parts.clock.busy_s[1] <= times[-1]  # passes that never ran are not counted
+        assert_equal_to_plain(models, parts)
 
     def test_a_round_of_eesd_costs_gamma_e_plus_n(self) -> None:
         """The denominator of Eq. 4, in stages of E layers."""

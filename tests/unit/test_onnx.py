@@ -121,6 +121,22 @@ def test_equals_eager(case):
         assert max(_errors(model, cuts, capture=states)) < TOLERANCE, cuts
 
 
+@pytest.mark.parametrize("prefix", [PREFIX, 0])
+def test_a_prompt_and_its_tree_in_one_pass(prefix):
+    """Siblings once got the positions of a chain when they came with the first rows of a cache."""
+    model, outputs, tree = random_model("llama", **SIZES), [], _tree(0)
+    tree = TreeRows.within(
+        prefix_len=prefix, node_ids=tree.node_ids, tokens=tree.tokens, parent_ids=tree.parent_ids
+    )
+    for backend in ("onnx", "eager"):
+        (runner,) = _runners(model, [0, LAYERS], backend)
+        cache = runner.new_cache(4)
+        rows = cache.rows(prefix_tokens=np.arange(3, 3 + prefix), tree=tree)
+        outputs.append((runner.forward([rows]).logits, cache.storage[..., : prefix + NODES, :]))
+    for found, expected in zip(*outputs, strict=True):
+        assert np.abs(found - expected).max() < TOLERANCE
+
+
 def test_paged_caches():
     model = random_model("llama", **SIZES)
 

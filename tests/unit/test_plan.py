@@ -104,6 +104,15 @@ def test_a_profile_is_scaled_to_other_stages() -> None:
         machine.costs(Layout(stages=4), 1, 1)
 
 
+def test_a_profile_of_unlike_devices_keeps_its_stages() -> None:
+    machine = machine_of(PlanOptions(profile="vllm_2server", devices=17))
+    eight = Layout(stages=8)
+    sums = round_ms(machine.costs(eight, 1, 1), eight, 1, 0)
+    assert sums == pytest.approx(22.7 * 4 * (1 + 0.93))
+    with pytest.raises(DoesNotFit, match="differ"):
+        machine.costs(Layout(stages=16), 1, 1)
+
+
 def test_tokens_per_pass_of_a_constant_law_are_the_formula() -> None:
     for gamma, tokens in enumerate(LAW.chain_table()):
         assert tokens == pytest.approx(1.0 + expected_accepted(0.7, gamma))

@@ -76,6 +76,30 @@ def test_the_devices_of_a_stage_are_priced_one_by_one(devices: int, num_tokens: 
     assert law.compute == pytest.approx(parts), "the equations price a group alike"
 
 
+@pytest.mark.parametrize("name", ["pipedec_21", "specpipe_2server"])
+def test_unlike_devices_have_a_time_each(name: str) -> None:
+    """Plain decoding takes their sum, a step of a full pipeline the slowest."""
+    profile = build_profile({"profile": name, **load_profile(name)})
+    factors = profile.costs["stage"].devices
+    clock, stages = SimulatedClock(profile), len(factors)
+    times = StepClock(clock, [1] * stages)
+    for stage in range(stages):
+        times.compute([int(stage == other) for other in range(stages)], 0)
+        times.finish()
+    one = profile.ms(Work.STAGE, 1)
+    assert clock.now() * 1e3 == pytest.approx(one * sum(factors))
+    times.compute([1] * stages, 0)
+    times.finish()
+    assert clock.now() * 1e3 == pytest.approx(one * (sum(factors) + 1))
+
+
+@pytest.mark.parametrize("keys", [["executor.stages=4"], ["executor.groups=[1,1,1,1,1,1,1,1]"]])
+def test_unlike_devices_fit_one_stage_on_each(keys: list[str]) -> None:
+    words = ["strategy=specpipe", "clock=simulated", "clock.profile=specpipe_2server", *keys]
+    with pytest.raises(UserError, match=r"executor\.stages=8"):
+        run_job_of(words)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 32, 64])
 def test_pipedec_s_seven_stages_are_pairs_of_its_fourteen_devices(num_tokens: int) -> None:
     pair, device = (

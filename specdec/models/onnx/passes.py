@@ -4,6 +4,7 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -56,6 +57,7 @@ class Onnx(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
+        rows = [piece for part in rows for piece in _pieces(part)]
         if len(rows) == 1:
             return self._run_one(rows[0], hidden, logits_rows)
         num_rows = sum(map(len, rows))
@@ -137,3 +139,32 @@ class Onnx(Backend):
             output = backend.run([rows], None if hidden is None else hidden[part], None)
             outputs.append(output.hidden if output.logits is None else output.logits)
         return outputs
+
+
+def _pieces(rows: Rows) -> list[Rows]:
+    """Splits the first rows of a cache before their tree.
+
+    ONNX Runtime's attention gives the rows of an empty cache the positions 0, 1, 2, ... whatever it
+    is given, which is wrong for siblings.
+    """
+    if rows.start or np.array_equal(rows.positions, np.arange(len(rows))):
+        return [rows]
+    first = rows.num_prefix or 1
+    num_nodes = first - rows.num_prefix
+    before = replace(
+        rows,
+        tokens=rows.tokens[:first],
+        positions=rows.positions[:first],
+        node_ids=rows.node_ids[:num_nodes],
+        visible=rows.visible[:first, :first],
+    )
+    tree = replace(
+        rows,
+        tokens=rows.tokens[first:],
+        positions=rows.positions[first:],
+        node_ids=rows.node_ids[num_nodes:],
+        num_prefix=0,
+        start=first,
+        visible=rows.visible[first:],
+    )
+    return [before, tree]
