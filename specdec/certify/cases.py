@@ -5,7 +5,7 @@ A case's id is the prompt id that keys its draws; ids are unique within a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -31,6 +31,7 @@ WITH_HISTORY: dict[str, SamplingParams] = {
 }
 """Greedy transforms that depend on the preceding tokens."""
 
+VOCAB_SIZE = 96
 _LETTERS = 4
 _MANY_BYTES = "\u4e2d\U0001f642\u6587\U0001f680"  # CJK and emoji
 
@@ -104,13 +105,17 @@ def byte_text(output: Sequence[int]) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
+def random_prompt(index: int, length: int, vocab_size: int = VOCAB_SIZE) -> tuple[int, ...]:
     rng = np.random.default_rng([index, length])
     return tuple(rng.integers(1, vocab_size, length).tolist())
 
 
 def parity_cases(
-    samplings: dict[str, SamplingParams], *, per_sampling: int, vocab_size: int, num_tokens: int
+    samplings: Mapping[str, SamplingParams],
+    *,
+    per_sampling: int,
+    num_tokens: int,
+    vocab_size: int = VOCAB_SIZE,
 ) -> list[Case]:
     """Creates ``per_sampling`` requests under each transform, with prompts of 1 to 13 tokens."""
     lengths = (1, 6, 13, 3)

@@ -26,7 +26,7 @@ from specdec.pairs import HuggingFacePair
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
-from specdec.types import Batch, FloatArray, IntArray, TreeRows
+from specdec.types import Batch, FloatArray, TreeRows
 
 TOLERANCE = 1e-9
 """Allowed absolute error of a probability."""
@@ -72,7 +72,6 @@ SAMPLINGS = {
 class _Rows:
     """One request's rows: a chain of nodes after its prompt, with their logits, float64[A, V]."""
 
-    label: str
     case: Case
     rows: TreeRows
     logits: FloatArray
@@ -91,8 +90,13 @@ def sampler(subject: Subject) -> Check:
             answerer = pair.answerer(draws=draws, needs_probs=needs_probs)
             for number, vocab_size in enumerate(VOCAB_SIZES):
                 parts = list(_parts(number, vocab_size))
-                problems += _differences(answerer, parts, draws.seed, pair.device)
-                count += sum(len(part.logits) for part in parts)
+                for part in parts:
+                    answerer.open(part.case.request())
+                for batch in (parts, *([part] for part in parts)):
+                    problems += _differences(answerer, batch, draws.seed, pair.device)
+                for part in parts:
+                    answerer.close(part.case.id)
+                    count += len(part.logits)
     if problems:
         return Check("sampler", False, joined_details(problems))
     widest = max(VOCAB_SIZES)
@@ -108,7 +112,6 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         logits[3, -3:] += 3.0 * np.log(vocab_size)  # the last ids have most of the mass
         request_id = 20 * number + index + (index % 2 << 33)
         prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
-        case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))
         ids = np.arange(_ROWS)
         rows = TreeRows.within(
             request=request_id,
@@ -117,54 +120,35 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
             tokens=np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)]),
             parent_ids=ids - 1,
         )
-        yield _Rows(label, case, rows, logits)
+        label = f"{label}, {vocab_size} logits"
+        yield _Rows(
+            Case(request_id, label, prompt, params, StopRules(max_new_tokens=1)), rows, logits
+        )
 
 
 def _differences(
-    answerer: Answerer, parts: Sequence[_Rows], seed: int, device: str
+    answerer: Answerer, batch: Sequence[_Rows], seed: int, device: str
 ) -> Iterator[str]:
-    """Yields answers that differ from the reference: all requests in one batch, then one by one."""
-    for part in parts:
-        answerer.open(part.case.request())
-    for batch in (list(parts), *([part] for part in parts)):
-        logits = torch.from_numpy(np.concatenate([part.logits for part in batch])).to(device)
-        trees = tuple(part.rows for part in batch)
-        answers = answerer.answer(Batch(step=0, trees=trees), logits)
-        for part, answer in zip(batch, answers, strict=True):
-            probs = None if answer.probs is None else on_host(answer.probs)
-            for row, (tokens, scores) in enumerate(_histories(part)):
-                found = _difference(part, row, scores, seed, answer.tokens, probs)
-                if found:
-                    size = part.logits.shape[1]
-                    how = "alone" if len(batch) == 1 else "in a batch"
-                    yield f"{part.label}, {size} logits, {len(tokens)} tokens, {how}: {found}"
-                    break
-    for part in parts:
-        answerer.close(part.case.id)
-
-
-def _histories(part: _Rows) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
-    """Yields (tokens up to a row's node, its processed logits) per row."""
-    for row, logits in enumerate(part.logits):
-        tokens = (*part.case.prompt, *part.rows.tokens[1 : row + 1].tolist())
-        yield tokens, processed(logits, part.case.sampling, tokens)
-
-
-def _difference(
-    part: _Rows,
-    row: int,
-    scores: FloatArray,
-    seed: int,
-    tokens: IntArray,
-    probs: FloatArray | None,
-) -> str | None:
-    params, position = part.case.sampling, int(part.rows.positions[row]) + 1
-    draw = reference_draw(seed, part.case.id, position, Purpose.TARGET, 0)
-    expected = reference_token(scores, params, draw)
-    if int(tokens[row]) != expected:
-        return f"row {row} gets token {tokens[row]} instead of {expected}"
-    if probs is None:
-        return None
-    law = reference_probs(scores, SamplingParams(temperature=1.0) if params.greedy else params)
-    error = float(np.abs(probs[row] - law).max())
-    return None if error <= TOLERANCE else f"a probability of row {row} differs by {error:.1e}"
+    """Yields the first answer of each request that differs from the reference."""
+    logits = torch.from_numpy(np.concatenate([part.logits for part in batch])).to(device)
+    answers = answerer.answer(Batch(step=0, trees=tuple(part.rows for part in batch)), logits)
+    for part, answer in zip(batch, answers, strict=True):
+        case, params, found = part.case, part.case.sampling, ""
+        law_params = SamplingParams(temperature=1.0) if params.greedy else params
+        probs = None if answer.probs is None else on_host(answer.probs)
+        for row, given in enumerate(part.logits):
+            tokens = (*case.prompt, *part.rows.tokens[1 : row + 1].tolist())
+            scores = processed(given, params, tokens)
+            position = int(part.rows.positions[row]) + 1
+            draw = reference_draw(seed, case.id, position, Purpose.TARGET, 0)
+            expected, token = reference_token(scores, params, draw), int(answer.tokens[row])
+            if token != expected:
+                found = f"row {row} gets token {token} instead of {expected}"
+            elif probs is not None:
+                error = float(np.abs(probs[row] - reference_probs(scores, law_params)).max())
+                if not error <= TOLERANCE:
+                    found = f"a probability of row {row} differs by {error:.1e}"
+            if found:
+                how = "alone" if len(batch) == 1 else "in a batch"
+                yield f"{case.label}, {len(tokens)} tokens, {how}: {found}"
+                break

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.certify.cases import Case, Decoded
+from specdec.certify.cases import VOCAB_SIZE, Case, Decoded
 from specdec.certify.oracle import Oracle
 from specdec.compose.workbench import Parts, compose
 from specdec.distributed.group import RankGroup
@@ -29,7 +29,6 @@ from specdec.types import Commit
 Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 """Builds parts from a configuration and a pair (default: ``compose``)."""
 
-VOCAB_SIZE = 96
 WIDE_VOCAB_SIZE = 600  # of "wide": larger than the block size in which a row is summed
 WINDOW = 2  # of "window": shorter than the sequences and tree paths that are checked
 MAX_POSITIONS = 64
@@ -83,7 +82,7 @@ class Subject:
         self._pairs: dict[str, ModelPair] = {}
         self._oracles: dict[str, Oracle] = {}
         with self.composed("mixed") as parts:
-            self.claims = parts.verifier.lossless
+            self.claims, self.draws = parts.verifier.lossless, parts.draws
 
     @cached_property
     def sampling(self) -> SamplingParams:
@@ -173,11 +172,6 @@ class Subject:
             assert isinstance(pair, RandomPair)
             self._oracles[kind] = Oracle(pair.target, seed=self.seed)
         return self._oracles[kind]
-
-    def expected(self, kind: str, case: Case) -> Decoded:
-        return self.oracle(kind).decode(
-            prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-        )
 
 
 def decode_cases(

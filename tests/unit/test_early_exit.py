@@ -62,10 +62,7 @@ def assert_equal_to_plain(models: RandomPair, parts: Parts, batch_size: int = 2)
     oracle = Oracle(models.target, seed=parts.draws.seed)
     found = decode_cases(parts, cases(), batch_size=batch_size, prefill_chunk=3)
     for case in cases():
-        expected = oracle.decode(
-            prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-        )
-        assert found[case.id].output == expected.output
+        assert found[case.id].output == oracle.decode(case).output
 
 
 class TestLaws:

@@ -135,4 +135,6 @@ def test_asynchronous_best_first_reuses_the_tree() -> None:
     fed = [s for s in done.policy.log if s.chosen]
     assert any(len(s.before) > 1 and s.calls == 0 for s in fed)
     assert all(s.calls >= 1 for s in fed if s.before == {s.root: False})
-    assert done.policy.overlaps[:-1] == [3] * (len(done.policy.overlaps) - 1)
+    *others, before_last, _ = done.policy.overlaps  # at the end there is less to draft
+    assert before_last < 3
+    assert others == [3] * len(others)
