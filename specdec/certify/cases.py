@@ -31,8 +31,13 @@ WITH_HISTORY: dict[str, SamplingParams] = {
 }
 """Greedy transforms that depend on the preceding tokens."""
 
+MIXED_RULES = {
+    "greedy": GREEDY,
+    "t=1": TEMPERATURES_AND_FILTERS["t=1"],
+    "no_repeat_ngram=2": WITH_HISTORY["no_repeat_ngram=2"],
+}
+
 VOCAB_SIZE = 96
-_LETTERS = 4
 _MANY_BYTES = "\u4e2d\U0001f642\u6587\U0001f680"  # CJK and emoji
 
 
@@ -68,9 +73,7 @@ class Decoded:
 
 def letters(tokens: Sequence[int]) -> str:
     """Decodes each token to two letters, so that stop strings can cross token boundaries."""
-    return "".join(
-        chr(97 + token % _LETTERS) + chr(97 + token // _LETTERS % _LETTERS) for token in tokens
-    )
+    return "".join(chr(97 + token % 4) + chr(97 + token // 4 % 4) for token in tokens)
 
 
 def syllables(tokens: Sequence[int]) -> str:

@@ -44,10 +44,11 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
 }
 """Check functions by name, in the order in which they run (docs/verify.md describes them)."""
 
+Line = tuple[type[Exception], str, int | None]
 DEPTHS = ("standard", "full")
 _HANG_S = 120.0  # without a step; a step of small models takes milliseconds
 _WITH_CONFIGURED_MODELS = ("numerics", "configured_law", "exact_dtype")
-_ROLES = ("scheduler", "policy", "source", "verifier", "executor")
+_ROLES = ("scheduler", "policy", "source", "verifier", "executor")  # names in the decode loop
 
 
 def certify(
@@ -75,59 +76,44 @@ def certify(
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     start = perf_counter()
-    outcomes, crashes = list[Check](), Crashes()
+    outcomes, crashes = list[Check](), dict[Line, Crash]()
     with ExitStack() as kept:  # ranks that the checks use in turn
         for num_ranks, number in rank_groups(cfg):
             handle = GroupHandle(num_ranks, threads=cfg.get("threads"), number=number)
             kept.callback(handle.release)
         subject = Subject(cfg, build=build, full=depth == "full")
         for name in CHECKS if checks is None else checks:
-            outcomes.append(_run_check(name, subject, crashes))
+            slow = name in _WITH_CONFIGURED_MODELS
+            try:
+                with hang_limit(_HANG_S * (10 if slow else 1)):
+                    outcomes.append(CHECKS[name](subject))
+            except CannotCompose:
+                raise
+            except Exception as error:  # a strategy that raises is not lossless, whatever it raises
+                outcomes.append(_failed(name, error, crashes))
             if on_check is not None:
                 on_check(outcomes[-1])
-            hung = any(name in crash.checks for crash in crashes.found if crash.hung)
-            if hung or (fail_fast and outcomes[-1].passed is False):
+            if any(crash.hung for crash in crashes.values()) or (
+                fail_fast and outcomes[-1].passed is False
+            ):
                 break  # what hangs once would hang in every check
-    return Report(
-        subject.name, subject.claims, tuple(outcomes), perf_counter() - start, crashes.found
-    )
+    seconds, errors = perf_counter() - start, tuple(crashes.values())
+    return Report(subject.name, subject.claims, tuple(outcomes), seconds, errors)
 
 
-def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
-    seconds = _HANG_S * (10 if name in _WITH_CONFIGURED_MODELS else 1)
-    try:
-        with hang_limit(seconds):
-            return CHECKS[name](subject)
-    except CannotCompose:
-        raise
-    except Exception as error:  # a strategy that raises is not lossless, whatever it raises
-        return crashes.check(name, error)
+def _failed(name: str, error: Exception, crashes: dict[Line, Crash]) -> Check:
+    """Returns the failed check that ``error`` ended, and adds the error to ``crashes``.
 
-
-class Crashes:
-    """The distinct errors of one run of checks, in the order in which they occurred."""
-
-    def __init__(self) -> None:
-        self._by_line: dict[tuple[type[Exception], str, int | None], Crash] = {}
-
-    @property
-    def found(self) -> tuple[Crash, ...]:
-        return tuple(self._by_line.values())
-
-    def check(self, name: str, error: Exception) -> Check:
-        """Returns the failed check that ``error`` ended.
-
-        An error from the same line as an earlier one only refers to the check that describes it.
-        """
-        innermost = traceback.extract_tb(error.__traceback__)[-1]
-        line = type(error), innermost.filename, innermost.lineno
-        known = self._by_line.get(line)
-        if known is not None:
-            self._by_line[line] = replace(known, checks=(*known.checks, name))
-            return Check(name, False, f"ended by the error of {known.checks[0]}")
-        crash = _crash(name, error)
-        self._by_line[line] = crash
-        return Check(name, False, f"raised {crash.error}{crash.where}")
+    An error from the same line as an earlier one only refers to the check that describes it.
+    """
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    line = type(error), innermost.filename, innermost.lineno
+    known = crashes.get(line)
+    if known is not None:
+        crashes[line] = replace(known, checks=(*known.checks, name))
+        return Check(name, False, f"ended by the error of {known.checks[0]}")
+    crash = crashes[line] = _crash(name, error)
+    return Check(name, False, f"raised {crash.error}{crash.where}")
 
 
 def _crash(check: str, error: Exception) -> Crash:

@@ -82,6 +82,21 @@ def check_source(
     """
     rng = np.random.default_rng(seed)
     source, state = make(), _state(seed)
+
+    def check_as_new(
+        found: Candidates, row: int, request_id: int, path: Any, k: int, what: str
+    ) -> None:
+        other, fresh_state = make(), _state(seed)
+        open_request(fresh_state, other, _request(request_id, path, sampling))
+        fresh = expand(fresh_state, other, {request_id: [0]}, k)
+        num = int(fresh.counts[0])
+        assert found.counts[row] == num, what
+        assert found.tokens[row, :num].tolist() == fresh.tokens[0, :num].tolist(), what
+        same = partial(np.allclose, atol=tolerance, rtol=0.0)
+        assert same(found.logprobs[row, :num], fresh.logprobs[0, :num]), what
+        if found.probs is not None and fresh.probs is not None:
+            assert same(on_host(found.probs)[row], on_host(fresh.probs)[0]), what
+
     prompts = {i: rng.integers(0, vocab_size, rng.integers(1, 40)) for i in _REQUESTS}
     for request_id, prompt in prompts.items():
         open_request(state, source, _request(request_id, prompt, sampling))
@@ -93,8 +108,7 @@ def check_source(
         for row, (request_id, slot) in enumerate(() if memory else nodes):
             path = state.requests[request_id].path_tokens(slot)
             what = f"the candidates after {path.tolist()} depend on more than these tokens"
-            fresh = _of_a_new_source(make, request_id, path, sampling, k, seed)
-            _assert_same(found, row, fresh, what, tolerance)
+            check_as_new(found, row, request_id, path, k, what)
     for request_id in _REQUESTS:
         source.close(request_id)
         del state.requests[request_id]
@@ -103,9 +117,8 @@ def check_source(
         path = rng.integers(0, vocab_size, 12)
         open_request(state, source, _request(_REQUESTS[0], path, sampling))
         found = expand(state, source, {_REQUESTS[0]: [0]}, 3)
-        fresh = _of_a_new_source(make, _REQUESTS[0], path, sampling, 3, seed)
         what = "a closed request has left something to the next one with its id"
-        _assert_same(found, 0, fresh, what, tolerance)
+        check_as_new(found, 0, _REQUESTS[0], path, 3, what)
     return num_nodes
 
 
@@ -124,31 +137,6 @@ def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
     if found.probs is not None:
         rows = on_host(found.probs)[found.counts > 0]
         assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
-
-
-def _of_a_new_source(
-    make: Callable[[], TokenSource],
-    request_id: int,
-    path: Any,
-    sampling: SamplingParams,
-    k: int,
-    seed: int,
-) -> Candidates:
-    source, state = make(), _state(seed)
-    open_request(state, source, _request(request_id, path, sampling))
-    return expand(state, source, {request_id: [0]}, k)
-
-
-def _assert_same(
-    found: Candidates, row: int, fresh: Candidates, what: str, tolerance: float
-) -> None:
-    num = int(fresh.counts[0])
-    assert found.counts[row] == num, what
-    assert found.tokens[row, :num].tolist() == fresh.tokens[0, :num].tolist(), what
-    same = partial(np.allclose, atol=tolerance, rtol=0.0)
-    assert same(found.logprobs[row, :num], fresh.logprobs[0, :num]), what
-    if found.probs is not None and fresh.probs is not None:
-        assert same(on_host(found.probs)[row], on_host(fresh.probs)[0]), what
 
 
 def _state(seed: int = 0) -> DecodeState:
@@ -173,12 +161,10 @@ def expand(
     state: DecodeState, source: TokenSource, slots: Mapping[int, Sequence[int]], k: int
 ) -> Candidates:
     """Expands the nodes at ``slots`` (by request) and stores the result, as policies do."""
-    items = tuple((i, state.requests[i].tree.ids[list(own)]) for i, own in slots.items())
-    nodes = Nodes(items)
+    nodes = Nodes(tuple((i, state.requests[i].tree.ids[list(own)]) for i, own in slots.items()))
     candidates, num = source.expand(state, nodes, k), len(nodes)
-    assert len(candidates.tokens) == len(candidates.counts) == num, (
-        f"{num} nodes must give {num} rows"
-    )
+    sizes = {len(candidates.tokens), len(candidates.counts)}
+    assert sizes == {num}, f"{num} nodes must give {num} rows"
     state.set_candidates(nodes, candidates)
     return candidates
 
@@ -341,11 +327,9 @@ class Selection:
 
     request: int
     root: Context
-    before: dict[Context, bool]
-    """Nodes of the tree before it -> expanded."""
+    before: dict[Context, bool]  # nodes of the tree before it -> expanded
     chosen: list[Context]
-    calls: int
-    """Of the source, for all requests."""
+    calls: int  # of the source, for all requests
 
 
 class PolicyLog:
@@ -415,11 +399,8 @@ def tree_contexts(request: RequestState) -> dict[Context, bool]:
 
 @dataclass
 class TableRun:
-    """What ``run_policy`` has decoded."""
-
     requests: list[RequestState]
     policy: PolicyLog
-    source: TableSource
     steps: int
 
 
@@ -447,7 +428,7 @@ def run_policy(
     state = parts.new_state()
     for _ in parts.decode(state, requests, batch_size=batch_size, prefill_chunk=prefill_chunk):
         assert state.step < _MAX_STEPS, f"no end after {state.step} steps"
-    return TableRun(requests, log, source, state.step)
+    return TableRun(requests, log, state.step)
 
 
 def check_policy(

@@ -5,14 +5,14 @@ Shape letters: P paths, L layers, H heads, D head size, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
+from specdec.certify.cases import MIXED_RULES, parity_cases
 from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import WINDOW, Subject, decode_steps
@@ -25,7 +25,6 @@ TOLERANCE = 1e-6
 norms and Gemma's attention compute in float32.
 """
 
-MIXED = "mixed"
 _NUM_TOKENS = 12
 _BATCH = 2
 _SMALL_CHUNK = 4
@@ -33,49 +32,40 @@ _SMALL_CHUNK = 4
 
 @dataclass(slots=True)
 class Observation:
-    """What was found in one observed run; ``error`` is the exception that ended it."""
+    """What was found in the observed runs; ``error`` is the exception that ended them."""
 
     caches: list[str] = field(default_factory=list)  # problems of caches and hidden states
     trees: list[str] = field(default_factory=list)  # problems
-    rows: list[str] = field(default_factory=list)  # problems
+    rows: list[str] = field(default_factory=list)  # problems of the run without a sliding window
+    watch: Watch = field(default_factory=Watch)  # of that run
+    num_caches: int = 0
     num_entries: int = 0  # cache entries compared
     num_states: int = 0  # hidden states compared
     num_nodes: int = 0  # tree nodes inspected
-    watch: Watch = field(default_factory=Watch)
     error: Exception | None = None
+
+    def check(self, name: str, problems: list[str], detail: str) -> Check:
+        if problems:
+            return Check(name, False, joined_details(problems))
+        if self.error is not None:
+            raise self.error
+        return Check(name, True, detail)
 
 
 def cache_invariant(subject: Subject) -> Check:
-    """Checks after every step that each cache entry equals a fresh forward over its path.
-
-    Hidden states in the trees must too. Families that can have a sliding window are also checked
-    with a short one.
-    """
-    runs = observations(subject)
-    count = sum(len(seen.watch.shadows) for seen in runs.values())
-    num_entries = sum(seen.num_entries for seen in runs.values())
-    num_states = sum(seen.num_states for seen in runs.values())
-    problems = [
-        problem if kind == MIXED else f"with a sliding window of {WINDOW}, {problem}"
-        for kind, seen in runs.items()
-        for problem in seen.caches
-    ]
-    error = _error(runs)
-    if not (num_entries or num_states) and not (error or problems):
+    seen = observation(subject)
+    if not (seen.num_entries or seen.num_states or seen.error or seen.caches):
         return Check("cache_invariant", None, "no cache in this process to compare")
-    states = f" and {num_states} hidden states" if num_states else ""
-    windows = f", also with a sliding window of {WINDOW}" if len(runs) > 1 else ""
-    detail = f"{num_entries} entries of {count} caches{states} equal fresh forwards{windows}"
-    return _check("cache_invariant", problems, error, detail)
+    states = f" and {seen.num_states} hidden states" if seen.num_states else ""
+    windows = f", also with a sliding window of {WINDOW}" if subject.windowed else ""
+    detail = f"{seen.num_entries} entries of {seen.num_caches} caches{states} equal fresh forwards"
+    return seen.check("cache_invariant", seen.caches, detail + windows)
 
 
 def tree_invariant(subject: Subject) -> Check:
-    """Checks that a commit leaves the new root's subtree, with the right parents."""
-    runs = observations(subject)
-    num_nodes = sum(seen.num_nodes for seen in runs.values())
-    problems = [problem for seen in runs.values() for problem in seen.trees]
-    detail = f"{num_nodes} nodes under the right parents after every step"
-    return _check("tree_invariant", problems, _error(runs), detail)
+    seen = observation(subject)
+    detail = f"{seen.num_nodes} nodes under the right parents after every step"
+    return seen.check("tree_invariant", seen.trees, detail)
 
 
 def draft_rows(subject: Subject) -> Check:
@@ -83,56 +73,37 @@ def draft_rows(subject: Subject) -> Check:
 
     Rows computed twice or counted wrongly do not change the output, so they are only a note.
     """
-    seen = observations(subject)[MIXED]
+    seen = observation(subject)
     drafts = seen.watch.drafts
     if not drafts and not seen.error:
         hidden = seen.watch.in_thread
         why = "the draft's passes run in a thread" if hidden else "no draft model in this process"
         return Check("draft_rows", None, why)
-    total = sum(s.node_rows + s.catch_up_rows for s in drafts)
-    catch_up = sum(s.catch_up_rows for s in drafts)
     if seen.rows:
         return Check("draft_rows", None, joined_details(seen.rows), note=True)
+    nodes, catch_up = sum(s.node_rows for s in drafts), sum(s.catch_up_rows for s in drafts)
     kind = "nodes" if all(s.real for s in drafts) else "nodes, guesses included"
-    detail = f"{total} rows = {total - catch_up} distinct {kind} + {catch_up} catch-up tokens"
-    return _check("draft_rows", [], seen.error, detail)
+    detail = f"{nodes + catch_up} rows = {nodes} distinct {kind} + {catch_up} catch-up tokens"
+    return seen.check("draft_rows", [], detail)
 
 
-def _error(runs: Mapping[str, Observation]) -> Exception | None:
-    return next((seen.error for seen in runs.values() if seen.error is not None), None)
-
-
-def _check(name: str, problems: list[str], error: Exception | None, detail: str) -> Check:
-    if problems:
-        return Check(name, False, joined_details(problems))
-    if error is not None:
-        raise error
-    return Check(name, True, detail)
-
-
-def observations(subject: Subject) -> dict[str, Observation]:
+def observation(subject: Subject) -> Observation:
     """Decodes a few requests under observation for each kind of pair, once per subject."""
-    cached = subject.notes.get("observations")
-    if isinstance(cached, dict):
-        return cached
-    runs = {kind: Observation() for kind in (MIXED, *subject.windowed)}
-    subject.notes["observations"] = runs
-    for kind, seen in runs.items():
+    if "observation" not in subject.notes:
+        seen = subject.notes["observation"] = Observation()
         try:
-            _run(subject, kind, seen)
+            _run(subject, "mixed", seen, seen.watch)
+            seen.rows += _row_problems(seen.watch)
+            for kind in subject.windowed:
+                _run(subject, kind, seen, Watch(), f"with a sliding window of {WINDOW}, ")
         except Exception as error:  # keeps the problems of the steps before it
             seen.error = error
-    return runs
+    found: Observation = subject.notes["observation"]
+    return found
 
 
-def _run(subject: Subject, kind: str, seen: Observation) -> None:
-    samplings = {
-        "greedy": GREEDY,
-        "t=1": TEMPERATURES_AND_FILTERS["t=1"],
-        "no_repeat_ngram=2": WITH_HISTORY["no_repeat_ngram=2"],
-    }
-    cases = parity_cases(samplings, per_sampling=2, num_tokens=_NUM_TOKENS)
-    watch = seen.watch
+def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str = "") -> None:
+    cases = parity_cases(MIXED_RULES, per_sampling=2, num_tokens=_NUM_TOKENS)
     section = {key: value for key, value in subject.model(kind).items() if key != "kind"}
     pair = ObservedPair.of(watch, **section)
     fresh = {name: Fresh(pair.model(name)) for name in pair.names}
@@ -146,9 +117,10 @@ def _run(subject: Subject, kind: str, seen: Observation) -> None:
             decided = {commit.request: commit for commit in commits}
             for commit in commits:
                 seen.trees += _commit_problems(commit, watch.snapshots.get(commit.request, {}))
+            problems = list[str]()
             for request in state.requests.values():
                 last = decided.get(request.id)
-                seen.caches += _state_problems(request, last, fresh["target"], seen)
+                problems += _state_problems(request, last, fresh["target"], seen)
                 if not request.finished:
                     seen.num_nodes += len(request.tree)
                     seen.trees += _tree_problems(request, watch)
@@ -156,13 +128,15 @@ def _run(subject: Subject, kind: str, seen: Observation) -> None:
             for shadow in targets + watch.drafts:
                 live = any(r is shadow.request and not r.finished for r in state.requests.values())
                 if live and shadow.runner.name in fresh:
-                    seen.caches += _cache_problems(shadow, fresh[shadow.runner.name], seen)
+                    problems += _cache_problems(shadow, fresh[shadow.runner.name], seen)
+            seen.caches += [f"{how}{problem}" for problem in problems]
+        seen.num_caches += len(watch.shadows)
         seen.trees += [
             f"tree of request {request}: node {node_id} is proposed at position {position}, beyond"
             " the last that the request can emit (last_position)"
             for (request, node_id), position in watch.beyond.items()
         ]
-        seen.rows += _row_problems(watch, parts.source.counters.rows)
+        watch.counted_rows = parts.source.counters.rows
 
 
 class Fresh:
@@ -300,7 +274,7 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
             )
 
 
-def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
+def _row_problems(watch: Watch) -> Iterator[str]:
     """Yields draft rows that were computed in vain, or that the source's count does not match.
 
     The rows are those that the models computed, whichever nodes the source left out or answered
@@ -324,8 +298,8 @@ def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
     recorded = sum(s.node_rows + s.catch_up_rows for s in drafts)
     if rows != recorded:
         yield f"the draft's passes have {rows} rows, its caches were given {recorded}"
-    if rows != counted:
-        yield f"the source counts {counted} rows, its model computed {rows}"
+    if rows != watch.counted_rows:
+        yield f"the source counts {watch.counted_rows} rows, its model computed {rows}"
     in_vain = {
         (s.request.id, node_id)
         for s in drafts

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -62,21 +62,6 @@ class CannotCompose(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """Logits of one sequence by passes of one row, and what passes of more rows change.
-
-    Attributes:
-        rows: float64[T, V], the logits after each token.
-        errors: float64[T], the largest change of a logit by passes of more rows.
-        changed: number of rows in a pass -> float64[T], largest change of a logit; 0: equal bits.
-    """
-
-    rows: FloatArray
-    errors: FloatArray
-    changed: Mapping[int, FloatArray] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class _Configured:
     """The configured models, and what is decoded with them."""
 
@@ -103,8 +88,7 @@ class _Configured:
                 raise CannotCompose(str(refusal)) from refusal
             assert isinstance(pair, HuggingFacePair)
             subject.notes["configured"] = cls(subject, cfg, pair, prompts, stop_rules(cfg, pair))
-        found = subject.notes["configured"]
-        assert isinstance(found, cls)
+        found: _Configured = subject.notes["configured"]
         return found
 
     @property
@@ -130,16 +114,19 @@ class _Configured:
         size, chunk = size or self.subject.batch_size, int(self.cfg["prefill_chunk"])
         return decode_cases(parts, cases, batch_size=size, prefill_chunk=chunk)
 
-    def passes(self, tokens: tuple[int, ...]) -> Passes:
-        """Computes the logits after each token by passes of one row, and what more rows change."""
+    def passes(self, tokens: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
+        """Computes logits by passes of one row, and what passes of more rows change.
+
+        Returns:
+            float64[T, V], the logits after each token, and float64[T], the largest change of one.
+        """
         if not self.is_quantised:
             rows = _single_tokens(self.pair.target, tokens)
             error = np.abs(whole_pass(self.pair.target, tokens) - rows).max()
-            return Passes(rows, np.full(len(tokens), error))
+            return rows, np.full(len(tokens), error)
         rows = self._session_rows(tokens, 1)
-        sizes = (*ROW_COUNTS, len(tokens))
-        changed = {size: np.abs(self._session_rows(tokens, size) - rows).max(1) for size in sizes}
-        return Passes(rows, np.max([*changed.values()], 0), changed)
+        others = [self._session_rows(tokens, size) for size in (*ROW_COUNTS, len(tokens))]
+        return rows, np.max([np.abs(other - rows).max(1) for other in others], axis=0)
 
     def rows(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> FloatArray:
         """Returns float64[T, V]: the logits from which each output token is drawn."""
@@ -190,13 +177,13 @@ def numerics(subject: Subject) -> Check:
     ]
     with given.built() as parts:
         outputs = given.decode(parts, cases)
-    passes, ties, faults, equal = list[Passes](), list[str](), list[str](), 0
+    ties, faults, equal, largest = list[str](), list[str](), 0, 0.0
     for case in cases:
         output, last = outputs[case.id].output, len(case.prompt) - 1
-        passes.append(given.passes((*case.prompt, *output[:-1])))
-        rows, errors = passes[-1].rows[last:], passes[-1].errors[last:]
-        found = [*differences(case, outputs[case.id], rows, seed=subject.seed, errors=errors)]
-        equal += not found
+        rows, errors = given.passes((*case.prompt, *output[:-1]))
+        wide = errors[last:]
+        found = [*differences(case, outputs[case.id], rows[last:], seed=subject.seed, errors=wide)]
+        equal, largest = equal + (not found), max(largest, float(errors.max()))
         for one in found:
             (ties if one.is_tie else faults).append(f"{case.label}, {one.text}")
     if subject.claims is Lossless.LOSSY:
@@ -204,7 +191,8 @@ def numerics(subject: Subject) -> Check:
             return Check("numerics", None, f"{len(cases)} prompts happen to equal plain decoding")
         number = f"{len(cases) - equal} of {len(cases)} prompts differ"
         return Check("numerics", False, f"lossy: {number}; {joined_details(faults + ties)}")
-    measured, label = _measured(passes), f"{given.label}, {len(cases)} prompts"
+    label = f"{given.label}, {len(cases)} prompts"
+    measured = f"batched and single-token logits differ by up to {largest:.1e}"
     if faults:
         return Check("numerics", False, f"{label}: {joined_details(faults)}; {measured}")
     rest = "no ties"
@@ -213,21 +201,6 @@ def numerics(subject: Subject) -> Check:
         rate = f"{len(ties)} ties in {tokens} tokens ({1000 * len(ties) / tokens:.1f} per 1,000)"
         rest = f"{rate}: {joined_details(ties)}"
     return Check("numerics", True, f"{label}: {equal} equal plain decoding, {rest}; {measured}")
-
-
-def _measured(passes: Sequence[Passes]) -> str:
-    if not passes[0].changed:
-        error = max(p.errors.max() for p in passes)
-        return f"batched and single-token logits differ by up to {error:.1e}"
-    parts = []
-    for size in ROW_COUNTS:
-        changed = np.concatenate([p.changed[size] for p in passes])
-        parts.append(f"{size} rows: {np.mean(changed > 0.0):.0%}, by up to {changed.max():.1e}")
-    largest = max(np.abs(p.rows).max() for p in passes)
-    return (
-        f"logits that differ in bits from a pass of one row, in passes of {'; '.join(parts)}"
-        f" (largest logit {largest:.3g})"
-    )
 
 
 @dataclass(frozen=True)
@@ -284,11 +257,7 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
 
 
 def configured_law(subject: Subject) -> Check:
-    """Checks the law of sampled output with the configured models.
-
-    With a verifier that is lossless token for token, each token is also compared with that of plain
-    decoding. ``batch_size`` and larger batches take turns.
-    """
+    """Checks the law of sampled output with the configured models, and tokens if it claims them."""
     given = _Configured.of(subject, "configured_law")
     if isinstance(given, Check):
         return given
@@ -299,7 +268,7 @@ def configured_law(subject: Subject) -> Check:
     with given.built() as parts:
         drafts = _draft_laws(parts)
         outputs = given.decode(parts, cases[::2]) | given.decode(parts, cases[1::2], _LAW_BATCH)
-    errors = given.passes(cases[2].prompt).errors
+    _, errors = given.passes(cases[2].prompt)
     error, rounding = 2.0 * float(errors.max()), float((errors**2).mean())
     found = Evidence(num_tests=NUM_PLACE_TESTS * (1 + len(groups)))
     faults, together, slack = list[str](), list[FloatArray](), 0.0

@@ -119,6 +119,7 @@ class Watch:
     Attributes:
         shadows: one per cache, in order of creation.
         num_rows: rows of all passes, by model name.
+        counted_rows: by the source itself.
         expanded: (request, node id) of the nodes that the source had to expand, and of their
             ancestors.
         snapshots: each request's tree when last submitted, see ``snapshot``.
@@ -132,6 +133,7 @@ class Watch:
     def __init__(self) -> None:
         self.shadows: list[Shadow] = []
         self.num_rows: Counter[str] = Counter()
+        self.counted_rows = 0
         self.expanded: set[tuple[int, int]] = set()
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
         self.beyond: dict[tuple[int, int], int] = {}

@@ -9,6 +9,7 @@ import numpy as np
 
 from specdec.certify.cases import (
     GREEDY,
+    MIXED_RULES,
     TEMPERATURES_AND_FILTERS,
     VOCAB_SIZE,
     WITH_HISTORY,
@@ -40,40 +41,27 @@ _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 
 
 def greedy_parity(subject: Subject) -> Check:
-    """Checks greedy output, with drafts that are often wrong and always right, and with ties."""
     cases = parity_cases({"greedy": GREEDY}, per_sampling=4 * subject.times, num_tokens=NUM_TOKENS)
     kinds = ("mixed", "perfect", "ties", *subject.windowed)
     return _compared("greedy_parity", subject, ((kind, cases) for kind in kinds))
 
 
 def sampled_parity(subject: Subject) -> Check:
-    """Checks sampled output against plain decoding with the same seed.
-
-    Also covers a vocabulary that is larger than the block size in which a row is summed.
-    """
     if subject.claims is Lossless.DISTRIBUTION:
         return Check("sampled_parity", None, "lossless in distribution only: see distribution")
     samplings = dict(TEMPERATURES_AND_FILTERS)
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
     kinds = (("mixed", 3, VOCAB_SIZE), ("ties", 3, VOCAB_SIZE), ("wide", 2, WIDE_VOCAB_SIZE))
+    sizes = {"num_tokens": NUM_TOKENS}
     groups = (
-        (
-            kind,
-            parity_cases(
-                samplings,
-                per_sampling=number * subject.times,
-                vocab_size=vocab_size,
-                num_tokens=NUM_TOKENS,
-            ),
-        )
-        for kind, number, vocab_size in kinds
+        (kind, parity_cases(samplings, per_sampling=n * subject.times, vocab_size=v, **sizes))
+        for kind, n, v in kinds
     )
     return _compared("sampled_parity", subject, groups)
 
 
 def stop_rules(subject: Subject) -> Check:
-    """Checks EOS, stop strings and limits inside a path, history, and extreme prompt lengths."""
     if subject.claims is Lossless.LOSSY:
         return Check("stop_rules", None, "a lossy output has no reference")
     groups = ((kind, list(_ending_cases(subject, kind))) for kind in ("perfect", "mixed"))
@@ -107,7 +95,6 @@ def _ending_cases(subject: Subject, kind: str) -> Iterator[Case]:
 
 
 def long_request(subject: Subject) -> Check:
-    """Checks that long outputs equal plain decoding, and that the draws are right throughout."""
     if subject.claims is Lossless.LOSSY:
         return Check("long_request", None, "a lossy output has no reference")
     num_positions = subject.long_positions
@@ -129,17 +116,8 @@ def long_request(subject: Subject) -> Check:
 
 
 def batch_independence(subject: Subject) -> Check:
-    """Checks that a request's output is the same alone and in any batch.
-
-    With paged caches also in one that has room only for the largest request, where requests wait
-    for blocks and then reuse those of others.
-    """
-    samplings = {
-        "greedy": GREEDY,
-        "t=1": TEMPERATURES_AND_FILTERS["t=1"],
-        "t=0.8 top_k=9 top_p=0.9": TEMPERATURES_AND_FILTERS["t=0.8 top_k=9 top_p=0.9"],
-        "no_repeat_ngram=2": WITH_HISTORY["no_repeat_ngram=2"],
-    }
+    filtered = "t=0.8 top_k=9 top_p=0.9"
+    samplings = {**MIXED_RULES, filtered: TEMPERATURES_AND_FILTERS[filtered]}
     cases = parity_cases(samplings, per_sampling=2, num_tokens=NUM_TOKENS - 4)
     # The same prompts under other ids would show state shared between requests.
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]

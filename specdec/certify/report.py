@@ -44,7 +44,6 @@ class Check:
 
     @property
     def result(self) -> str:
-        """The outcome in a word: "passed", "failed", "note" or "skipped" (does not apply)."""
         if self.passed is None:
             return "note" if self.note else "skipped"
         return "passed" if self.passed else "failed"
@@ -65,14 +64,10 @@ class Crash:
 
     @property
     def where(self) -> str:
-        """Names part, request and step in parentheses, as far as they are known."""
-        known = [
-            self.part,
-            "" if self.request is None else f"request {self.request}",
-            "" if self.step is None else f"step {self.step}",
-        ]
-        text = ", ".join(filter(None, known))
-        return f" ({text})" if text else ""
+        known = [self.part] if self.part else []
+        known += [f"request {self.request}"] if self.request is not None else []
+        known += [f"step {self.step}"] if self.step is not None else []
+        return f" ({', '.join(known)})" if known else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,6 @@ class Report:
 
     @property
     def lossless(self) -> bool:
-        """Whether the verifier is declared lossless and no check failed."""
         return self.claims is not Lossless.LOSSY and not self.failed
 
     @property

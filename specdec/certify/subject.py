@@ -36,8 +36,6 @@ LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
 MAX_RANKS = 8  # pipeline stages that are processes
 _MIN_LAYERS = 3
-_LOGIT_STEP = 1.0
-_MIXED_SCALE, _PERFECT_SCALE = 4.0, 8.0  # logits with standard deviations of 3 and 6
 _NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` can check
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
 # Ranks that hang are named soon; a cache of suffixes is built again after a few requests.
@@ -78,9 +76,8 @@ class Subject:
         self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
         self.build, self.full = build, full
-        self.notes: dict[str, object] = {}
+        self.notes: dict[str, Any] = {}
         self._pairs: dict[str, ModelPair] = {}
-        self._oracles: dict[str, Oracle] = {}
         with self.composed("mixed") as parts:
             self.claims, self.draws = parts.verifier.lossless, parts.draws
 
@@ -100,32 +97,27 @@ class Subject:
                 with another family.
         """
         kind, _, family = kind.partition(" ")
-        perfect = kind in ("perfect", "long", "window")
-        layers = int(self.small["model"]["num_layers"])
-        section = dict(self.small["model"])
-        section["draft_layers"] = layers if perfect else layers - 1
+        section, perfect = dict(self.small["model"]), kind in ("perfect", "long", "window")
+        section["draft_layers"] = int(section["num_layers"]) - (not perfect)
         if _names_middle(self.cfg.get("source")):  # none for parts made in Python
             section["middle_layers"] = section["draft_layers"]
             section["draft_layers"] -= 1
-        section["logit_scale"] = _PERFECT_SCALE if perfect else _MIXED_SCALE
-        if kind == "long":
-            section["max_positions"] = self.long_positions
-        if kind == "ties":
-            section["logit_step"] = _LOGIT_STEP
-        if kind == "wide":
-            section["vocab_size"] = WIDE_VOCAB_SIZE
-        if kind == "window":
-            section |= {"sliding_window": WINDOW, "family": family or section["family"]}
-        return section
+        # Standard deviations of 6 and 3.
+        section["logit_scale"] = 8.0 if perfect else 4.0
+        changes: dict[str, dict[str, Any]] = {
+            "long": {"max_positions": self.long_positions},
+            "ties": {"logit_step": 1.0},
+            "wide": {"vocab_size": WIDE_VOCAB_SIZE},
+            "window": {"sliding_window": WINDOW, "family": family or section["family"]},
+        }
+        return section | changes.get(kind, {})
 
     @property
     def windowed(self) -> tuple[str, ...]:
         """Kinds of pairs (see ``model``) with a sliding window, for families that can have one."""
         own = self.small["model"]["family"]
-        kinds: tuple[str, ...] = ("window",) if own in WINDOWED else ()
-        if self.full:
-            kinds += tuple(f"window {family}" for family in sorted(WINDOWED - {own}))
-        return kinds
+        others = sorted(WINDOWED - {own}) if self.full else ()
+        return (*(["window"] if own in WINDOWED else []), *(f"window {name}" for name in others))
 
     @property
     def times(self) -> int:
@@ -142,6 +134,11 @@ class Subject:
         if kind not in self._pairs:
             self._pairs[kind] = build_pair(self.model(kind))
         return self._pairs[kind]
+
+    def oracle(self, kind: str) -> Oracle:
+        pair = self.pair(kind)
+        assert isinstance(pair, RandomPair)
+        return Oracle(pair.target, seed=self.seed)
 
     @contextmanager
     def composed(
@@ -165,13 +162,6 @@ class Subject:
             yield parts
         finally:
             parts.executor.shutdown()
-
-    def oracle(self, kind: str) -> Oracle:
-        if kind not in self._oracles:
-            pair = self.pair(kind)
-            assert isinstance(pair, RandomPair)
-            self._oracles[kind] = Oracle(pair.target, seed=self.seed)
-        return self._oracles[kind]
 
 
 def decode_cases(
@@ -275,22 +265,8 @@ def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(ranks, 0)] if (ranks := _shrink(executor)) else []
 
 
-def _family(model: Mapping[str, Any]) -> str:
-    """Returns the target's architecture if its tree attention is certified, otherwise "llama"."""
-    family = "llama"
-    if model["kind"] == "random":
-        family = str(model.get("family", family))
-    elif model["kind"] == "pretrained":
-        family = inspect_model(family_path(str(model["target"]))).model_type
-    return family if family in CERTIFIED else "llama"
-
-
 def _on_ranks(executor: Mapping[str, Any]) -> bool:
     return executor.get("transport") == "distributed"
-
-
-def _max_stages(executor: Mapping[str, Any]) -> int:
-    return MAX_RANKS if _on_ranks(executor) else MAX_STAGES
 
 
 def _shrink(executor: dict[str, Any]) -> int:
@@ -299,17 +275,14 @@ def _shrink(executor: dict[str, Any]) -> int:
     The limit is ``MAX_STAGES`` in one process, where further stages run the same code again, and
     ``MAX_RANKS`` over processes. Tensor-parallel degrees are limited to ``MAX_STAGES``.
     """
-    for degree in ("target_degree", "draft_degree"):
-        if executor.get(degree):
-            executor[degree] = min(executor[degree], MAX_STAGES)
-    stages, groups = executor.get("stages"), executor.get("groups")
-    if stages is None:
+    limit = MAX_RANKS if _on_ranks(executor) else MAX_STAGES
+    most = {"target_degree": MAX_STAGES, "draft_degree": MAX_STAGES, "stages": limit}
+    executor |= {key: min(executor[key], n) for key, n in most.items() if executor.get(key)}
+    if executor.get("stages") is None:
         return 0
-    limit = _max_stages(executor)
-    executor["stages"] = min(stages, limit)
-    if groups is None:
+    if executor.get("groups") is None:
         return int(executor["stages"])
-    executor["groups"] = list(groups[:limit])
+    executor["groups"] = list(executor["groups"][:limit])
     return int(sum(executor["groups"]))
 
 
@@ -319,38 +292,38 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
         small["clock"] = {"kind": "measured"}
     for section in _sections([small["executor"], small.get("source")]):
-        for key, most in _AT_MOST.items():
-            if isinstance(section, dict) and section.get(key) is not None:
-                section[key] = min(section[key], most)
-    model = cfg["model"]
-    exits: dict[str, Any] = {}
+        section.update({k: min(section[k], n) for k, n in _AT_MOST.items() if section.get(k)})
+    model, exits = cfg["model"], dict[str, Any]()
     if _has_exit(small.get("source")):
         exits = _shrink_exit(small["executor"], small["source"], model)
     devices = _shrink(small["executor"])
-    device = str(model.get("device", "cpu"))
+    device, attention = str(model.get("device", "cpu")), model.get("attention", "auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    family = "llama"
+    if model["kind"] == "random":
+        family = str(model.get("family", family))
+    elif model["kind"] == "pretrained":
+        family = inspect_model(family_path(str(model["target"]))).model_type
     small["model"] = {
         "kind": "random",
-        "family": _family(model),
-        "num_layers": exits.pop("num_layers", max(_MIN_LAYERS, devices)),
+        "family": family if family in CERTIFIED else "llama",
+        "num_layers": max(_MIN_LAYERS, devices),
         "vocab_size": VOCAB_SIZE,
         "max_positions": MAX_POSITIONS,
         "dtype": "float64",
         "device": "cpu" if device == "mps" else device,  # mps has no float64
-        "attention": model.get("attention", "auto"),
+        "attention": "auto" if attention in _NO_FLOAT64 else attention,
         "graphs": model.get("graphs", "off"),
         "exact": bool(model.get("exact", False)),
         **exits,
     }
-    if small["model"]["attention"] in _NO_FLOAT64:
-        small["model"]["attention"] = "auto"
     return small
 
 
-def _sections(node: Any) -> Iterator[Mapping[str, Any]]:
+def _sections(node: Any) -> Iterator[dict[str, Any]]:
     """Yields the mappings of a configuration node, at any depth."""
-    if isinstance(node, Mapping):
+    if isinstance(node, dict):
         yield node
         node = list(node.values())
     for part in node if isinstance(node, list) else ():
@@ -368,11 +341,8 @@ def _names_middle(source: Any) -> bool:
 def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
     """Gives a random pair a middle model if the source runs one."""
     model = cfg["model"]
-    if (
-        model.get("kind") != "random"
-        or model.get("middle_layers")
-        or not _names_middle(cfg["source"])
-    ):
+    has_one = model.get("kind") != "random" or model.get("middle_layers")
+    if has_one or not _names_middle(cfg["source"]):
         return cfg
     layers = max(int(model["num_layers"]) // 2, int(model["draft_layers"]))
     return {**cfg, "model": {**model, "middle_layers": layers}}
@@ -393,7 +363,7 @@ def _shrink_exit(
     exit_layer = int(model["exit_layer"] or 1)
     fitting = -(-layers // exit_layer)
     configured = int(executor["stages"] or fitting)
-    stages = max(2, min(configured, _max_stages(executor)))
+    stages = max(2, min(configured, MAX_RANKS if _on_ranks(executor) else MAX_STAGES))
     size = exit_layer if configured == fitting else layers / configured
     depth = 4 if _has_exit(source, (".MultiExitSource",)) else 2
     executor["stages"] = stages
