@@ -33,7 +33,7 @@ from specdec.certify.certify import certify
 from specdec.certify.contracts import check_executor, check_policy, check_source
 from specdec.certify.invariants import Fresh
 from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE, log_evidence
-from specdec.certify.observing import ObservedPair, Watch
+from specdec.certify.observing import Watch
 from specdec.certify.oracle import Oracle, plain_decode, reference_probs, reference_token
 from specdec.certify.subject import Decoded, Subject, decode_cases, decode_steps
 from specdec.compose.workbench import Parts, Workbench
@@ -48,7 +48,6 @@ __all__ = [
     "Check",
     "Decoded",
     "Fresh",
-    "ObservedPair",
     "Oracle",
     "RandomPair",
     "Report",

@@ -27,27 +27,19 @@ from specdec.errors import UserError
 from specdec.loop import decode
 from specdec.state import RequestState
 
+_WITH_CONFIGURED_MODELS = (numerics, configured_law, exact_dtype)
 CHECKS: dict[str, Callable[[Subject], Check]] = {
-    "greedy_parity": greedy_parity,
-    "sampled_parity": sampled_parity,
-    "distribution": distribution,
-    "cache_invariant": cache_invariant,
-    "tree_invariant": tree_invariant,
-    "draft_rows": draft_rows,
-    "stop_rules": stop_rules,
-    "long_request": long_request,
-    "batch_independence": batch_independence,
-    "sampler": sampler,
-    "numerics": numerics,
-    "configured_law": configured_law,
-    "exact_dtype": exact_dtype,
+    check.__name__: check
+    for check in (
+        *(greedy_parity, sampled_parity, distribution, cache_invariant, tree_invariant, draft_rows),
+        *(stop_rules, long_request, batch_independence, sampler, *_WITH_CONFIGURED_MODELS),
+    )
 }
 """Check functions by name, in the order in which they run (docs/verify.md describes them)."""
 
 Line = tuple[type[Exception], str, int | None]
 DEPTHS = ("standard", "full")
 _HANG_S = 120.0  # without a step; a step of small models takes milliseconds
-_WITH_CONFIGURED_MODELS = ("numerics", "configured_law", "exact_dtype")
 _ROLES = ("scheduler", "policy", "source", "verifier", "executor")  # names in the decode loop
 
 
@@ -83,7 +75,7 @@ def certify(
             kept.callback(handle.release)
         subject = Subject(cfg, build=build, full=depth == "full")
         for name in CHECKS if checks is None else checks:
-            slow = name in _WITH_CONFIGURED_MODELS
+            slow = CHECKS[name] in _WITH_CONFIGURED_MODELS
             try:
                 with hang_limit(_HANG_S * (10 if slow else 1)):
                     outcomes.append(CHECKS[name](subject))

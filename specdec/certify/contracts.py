@@ -9,7 +9,7 @@ random trees, commits and batches, or beside parts that are known by table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, parity_cases
 from specdec.certify.observing import observe
-from specdec.certify.oracle import Oracle
+from specdec.certify.oracle import Oracle, plain_decode
 from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
@@ -123,17 +123,15 @@ def check_source(
 
 
 def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
-    assert found.tokens.shape == found.logprobs.shape, "tokens and logprobs differ in shape"
-    assert found.tokens.shape[1] <= k, f"more than k={k} candidates"
-    assert found.tokens.dtype == found.counts.dtype == np.int64, "tokens and counts must be int64"
-    for tokens, logprobs, count in zip(
-        found.tokens, found.logprobs, found.counts.tolist(), strict=True
-    ):
-        assert len({*tokens[:count].tolist()}) == count, "candidates of a node must differ"
-        assert (logprobs[:count] <= 0).all(), "log-probabilities must be at most 0"
-    has = found.probs is not None
-    stated = source.gives_probs
-    assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
+    tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
+    assert tokens.shape == logprobs.shape, "tokens and logprobs differ in shape"
+    assert tokens.shape[1] <= k, f"more than k={k} candidates"
+    assert tokens.dtype == counts.dtype == np.int64, "tokens and counts must be int64"
+    for row, count in enumerate(counts.tolist()):
+        assert len({*tokens[row, :count].tolist()}) == count, "candidates of a node must differ"
+        assert (logprobs[row, :count] <= 0).all(), "log-probabilities must be at most 0"
+    has, stated = found.probs is not None, source.gives_probs
+    assert has == stated or not counts.any(), f"gives_probs={stated}, probs given: {has}"
     if found.probs is not None:
         rows = on_host(found.probs)[found.counts > 0]
         assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
@@ -332,45 +330,6 @@ class Selection:
     calls: int  # of the source, for all requests
 
 
-class PolicyLog:
-    """Records what a policy does, and asserts the first rule of ``check_policy``.
-
-    Attributes:
-        overlaps: calls of the source in each ``overlap``.
-    """
-
-    def __init__(self, policy: TreePolicy, source: TableSource) -> None:
-        self.log: list[Selection] = []
-        self.overlaps: list[int] = []
-        self._policy, self._source, self._num_calls = policy, source, 0
-        self._before: dict[int, tuple[dict[Context, bool], bool]] = {}
-        observe(policy, "select", before=self._selects, after=self._selected)
-        observe(policy, "overlap", before=self._overlaps, after=self._overlapped)
-
-    def _selects(self, state: DecodeState, _source: TokenSource) -> None:
-        self._before = {r.id: (tree_contexts(r), r.awaiting) for r in state.requests.values()}
-        self._num_calls = len(self._source.calls)
-
-    def _selected(self, nodes: Nodes, state: DecodeState, _source: TokenSource) -> None:
-        chosen = dict(nodes.items)
-        assert len(chosen) == len(nodes.items), "a request is named twice"
-        for request in state.requests.values():
-            contexts, awaiting = self._before[request.id]
-            ids = chosen.get(request.id, np.zeros(0, np.int64))
-            _check_selection(request, ids, awaiting=self._policy.serial and awaiting)
-            slots = request.tree.slots(ids).tolist()
-            root = tuple(request.tokens.tolist())
-            paths = [tuple(request.path_tokens(slot).tolist()) for slot in slots]
-            calls = len(self._source.calls) - self._num_calls
-            self.log.append(Selection(request.id, root, contexts, paths, calls))
-
-    def _overlaps(self, *_: object) -> None:
-        self._num_calls = len(self._source.calls)
-
-    def _overlapped(self, *_: object) -> None:
-        self.overlaps.append(len(self._source.calls) - self._num_calls)
-
-
 def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None:
     tree = request.tree
     slots = tree.slots(ids)
@@ -400,8 +359,14 @@ def tree_contexts(request: RequestState) -> dict[Context, bool]:
 @dataclass
 class TableRun:
     requests: list[RequestState]
-    policy: PolicyLog
-    steps: int
+    log: list[Selection] = field(default_factory=list)
+    overlaps: list[int] = field(default_factory=list)  # calls of the source in each ``overlap``
+    steps: int = 0
+
+
+def _table_cases(num: int, max_new_tokens: int) -> list[Case]:
+    stop, sampling = StopRules(max_new_tokens=max_new_tokens), TEMPERATURES_AND_FILTERS["t=1"]
+    return [Case(i, "", tuple(range(i, i + 1 + 3 * i)), sampling, stop) for i in range(num)]
 
 
 def run_policy(
@@ -415,20 +380,39 @@ def run_policy(
     prefill_chunk: int = 4,
 ) -> TableRun:
     """Decodes prompts of 1, 4, 7, ... tokens with the real loop, and checks every selection."""
-    source = source or TableSource()
-    log = PolicyLog(policy, source)
-    stop, sampling = StopRules(max_new_tokens=max_new_tokens), TEMPERATURES_AND_FILTERS["t=1"]
-    requests = [
-        Case(i, "", tuple(range(i, i + 1 + 3 * i)), sampling, stop).request()
-        for i in range(num_requests)
-    ]
+    asked = source or TableSource()
+    done = TableRun([case.request() for case in _table_cases(num_requests, max_new_tokens)])
+    before, num_calls = dict[int, tuple[dict[Context, bool], bool]](), [0]
+
+    def starts(state: DecodeState, *_: object) -> None:
+        before.update({r.id: (tree_contexts(r), r.awaiting) for r in state.requests.values()})
+        num_calls[:] = [len(asked.calls)]
+
+    def selected(nodes: Nodes, state: DecodeState, _: TokenSource) -> None:
+        chosen = dict(nodes.items)
+        assert len(chosen) == len(nodes.items), "a request is named twice"
+        for request in state.requests.values():
+            contexts, awaiting = before[request.id]
+            ids = chosen.get(request.id, np.zeros(0, np.int64))
+            _check_selection(request, ids, awaiting=policy.serial and awaiting)
+            root, slots = tuple(request.tokens.tolist()), request.tree.slots(ids).tolist()
+            paths = [tuple(request.path_tokens(slot).tolist()) for slot in slots]
+            calls = len(asked.calls) - num_calls[0]
+            done.log.append(Selection(request.id, root, contexts, paths, calls))
+
+    def overlapped(*_: object) -> None:
+        done.overlaps.append(len(asked.calls) - num_calls[0])
+
+    observe(policy, "select", before=starts, after=selected)
+    observe(policy, "overlap", before=starts, after=overlapped)
     parts = Workbench(_table_pair()).parts(
-        source=source, policy=policy, verifier=MatchVerifier(), stages=latency
+        source=asked, policy=policy, verifier=MatchVerifier(), stages=latency
     )
     state = parts.new_state()
-    for _ in parts.decode(state, requests, batch_size=batch_size, prefill_chunk=prefill_chunk):
+    for _ in parts.decode(state, done.requests, batch_size=batch_size, prefill_chunk=prefill_chunk):
         assert state.step < _MAX_STEPS, f"no end after {state.step} steps"
-    return TableRun(requests, log, state.step)
+    done.steps = state.step
+    return done
 
 
 def check_policy(
@@ -462,7 +446,8 @@ def check_policy(
             return make_source(silent)
         return TableSource(silent=lambda c: silent and sum(c[-2:]) % 3 == 0)
 
-    plain = [r.output for r in run_policy(RootOnly(), num_requests=3, max_new_tokens=20).requests]
+    table = _table_pair().target_table.numpy()
+    plain = [plain_decode(lambda t: table[t[-1]], case, 0).output for case in _table_cases(3, 20)]
     for latency in latencies:
         logs = []
         for batch_size, silent in ((1, False), (1, False), (2, False), (2, True)):
@@ -475,8 +460,9 @@ def check_policy(
                 max_new_tokens=20,
                 prefill_chunk=99,
             )
-            assert [r.output for r in done.requests] == plain, "not the target's own output"
-            log = [s for s in done.policy.log if s.chosen]
+            outputs = [tuple(request.output) for request in done.requests]
+            assert outputs == plain, "not the target's own output"
+            log = [s for s in done.log if s.chosen]
             logs.append([[s.chosen for s in log if s.request == r] for r in range(3)])
         assert logs[0] == logs[1], "the same requests get other trees again"
         assert logs[0] == logs[2], "a request's trees depend on what shares its batch"

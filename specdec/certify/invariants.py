@@ -13,10 +13,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec.certify.cases import MIXED_RULES, parity_cases
-from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
+from specdec.certify.observing import Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import WINDOW, Subject, decode_steps
 from specdec.models.slicing import cache_argument, hidden_states
+from specdec.pairs import RandomPair, build_pair
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind, HiddenName, IntArray
 
@@ -104,8 +105,9 @@ def observation(subject: Subject) -> Observation:
 
 def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str = "") -> None:
     cases = parity_cases(MIXED_RULES, per_sampling=2, num_tokens=_NUM_TOKENS)
-    section = {key: value for key, value in subject.model(kind).items() if key != "kind"}
-    pair = ObservedPair.of(watch, **section)
+    pair = build_pair(subject.model(kind))
+    assert isinstance(pair, RandomPair)
+    watch.pair(pair)
     fresh = {name: Fresh(pair.model(name)) for name in pair.names}
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()

@@ -5,12 +5,11 @@ tables of logits (``TablePair``), whose laws are known exactly. ``configured_law
 does the same with the configured models. Both use the *e-values* below.
 
 An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
-Markov's inequality it reaches 1 / a with probability at most a. Here it is a likelihood ratio: the
-likelihood of the counts under a mixture of laws around the tested one, divided by that under the
-law itself. Unlike a chi-square test it needs no least number of expected counts, so cells of small
-probability are not merged. It may be computed from tokens of sequences, whose number of visits is
-random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of
-e-values is an e-value, even if they depend on each other.
+Markov's inequality it reaches 1 / a with probability at most a. Here it is the likelihood of the
+counts under a mixture of laws around the tested one, divided by that under the law itself. Cells of
+small probability need not be merged, and the number of visits may be random (a test martingale,
+Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of e-values is an e-value,
+even if they depend on each other.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law or of a partition
 of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
@@ -19,7 +18,7 @@ of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,18 +79,17 @@ _SHARES = (
     ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
 )
 
-CROWDED_TABLES: tuple[Table, Table] = (
-    tuple(tuple(math.log(share / 100) for share in target) for target, _ in _SHARES),
-    tuple(tuple(math.log(share / 100) for share in draft) for _, draft in _SHARES),
-)
+
+def _logits(rows: Iterable[Sequence[float]]) -> Table:
+    return tuple(tuple(math.log(share / 100) for share in row) for row in rows)
+
+
+CROWDED_TABLES = _logits(target for target, _ in _SHARES), _logits(draft for _, draft in _SHARES)
 """A target, and a draft that crowds one, two or three tokens, which are often rejected. The tests
 of the siblings after them then decide; with the opposed draft nearly all tests are certain.
 """
 
-ONE_LAW_TABLES: tuple[Table, Table] = (
-    (tuple(math.log(share / 100) for share in (30, 25, 20, 15, 10)),),
-    (tuple(math.log(share / 100) for share in (10, 15, 20, 25, 30)),),
-)
+ONE_LAW_TABLES = _logits([(30, 25, 20, 15, 10)]), _logits([(10, 15, 20, 25, 30)])
 """All tokens have one law, so draws that are used again in a later step give the same tokens."""
 
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
@@ -155,21 +153,16 @@ class Evidence:
         worst = sorted(self.logs, key=lambda test: -test[1])
         if not worst or logsumexp([value for _, value in worst]) < limit:
             return []
-        return [
-            f"{name}: {10 ** min(value / math.log(10), 300):.0e} times as probable under another"
-            " law"
-            for name, value in worst
-            if value >= min(limit, worst[0][1])
-        ]
+        shown = [test for test in worst if test[1] >= min(limit, worst[0][1])]
+        factors = [10 ** min(value / math.log(10), 300) for _, value in shown]
+        text = "times as probable under another law"
+        return [f"{name}: {n:.0e} {text}" for (name, _), n in zip(shown, factors, strict=True)]
 
     @property
     def passed(self) -> str:
         assert len(self.logs) <= self.num_tests, "more tests than planned"
-        largest = math.exp(max(value for _, value in self.logs))
-        return (
-            f"{len(self.logs)} tests at a false-alarm rate of {FALSE_ALARM:.0e} in all:"
-            f" largest e-value {largest:.2g}"
-        )
+        tests = f"{len(self.logs)} tests at a false-alarm rate of {FALSE_ALARM:.0e} in all"
+        return f"{tests}: largest e-value {math.exp(max(value for _, value in self.logs)):.2g}"
 
 
 ORDERS = ("token ids", "the target's probabilities", "the draft's relative probabilities")

@@ -19,14 +19,12 @@ from specdec.attention.tree_attention import EMPTY, TreeCache
 from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
-from specdec.executors.stage import ModelStage
 from specdec.models.config_values import config_value
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
-from specdec.pairs.options import with_flat_options
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import NO_NODE, Candidates, Commit, HiddenName, IntArray, Nodes, Ticket, TreeRows
+from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes, Ticket, TreeRows
 
 
 def observe(
@@ -57,8 +55,7 @@ class Shadow:
     Attributes:
         nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
         num_computed: length of the committed prefix that has been computed into the cache.
-        real: whether all node ids were those of the request's tree; a staged source numbers the
-            nodes of its own tree.
+        real: whether all node ids were those of the request's tree (not of a source's own).
         heads: key/value heads in the cache (a rank's share), -1 for padding; None for all.
     """
 
@@ -117,14 +114,12 @@ class Watch:
     """The events recorded in one run.
 
     Attributes:
-        shadows: one per cache, in order of creation.
+        shadows: one per cache.
         num_rows: rows of all passes, by model name.
         counted_rows: by the source itself.
-        expanded: (request, node id) of the nodes that the source had to expand, and of their
-            ancestors.
+        expanded: (request, node id) that the source had to expand, and their ancestors.
         snapshots: each request's tree when last submitted, see ``snapshot``.
-        beyond: (request, node id) -> position of submitted nodes that the request cannot emit,
-            being beyond its last position.
+        beyond: (request, node id) -> position of submitted nodes that cannot be emitted.
         in_thread: whether the source's passes run in a thread, so that its caches change while
             they would be inspected.
         proposed: (request, node id) -> candidates that an asynchronous source has returned.
@@ -145,6 +140,17 @@ class Watch:
     def drafts(self) -> list[Shadow]:
         """The caches of draft models that can be inspected between steps."""
         return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
+
+    def pair(self, pair: RandomPair) -> None:
+        """Observes the models that parts make of ``pair``."""
+
+        def runner(
+            made: ModelRunner, _name: str, _meter: Meter, group: Collective | None = None
+        ) -> None:
+            self.model(made, None if group is None else _heads(made, pair.draft, group))
+
+        observe(pair, "runner", after=runner)
+        observe(pair, "stage", after=lambda stage, *_, **__: self.model(stage.runner))
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
         """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
@@ -211,34 +217,6 @@ class Watch:
             part = zip(candidates.tokens[rows], candidates.counts[rows], strict=True)
             for node_id, (tokens, count) in zip(ids.tolist(), part, strict=True):
                 self.proposed[request_id, node_id] = tokens[:count].tolist()
-
-
-class ObservedPair(RandomPair):
-    _watch: Watch
-
-    @classmethod
-    def of(cls, watch: Watch, **keys: Any) -> ObservedPair:
-        """Builds a pair from a ``model`` section without its kind."""
-        pair: ObservedPair = with_flat_options(cls)(**keys)
-        pair._watch = watch
-        return pair
-
-    def stage(
-        self,
-        first: int,
-        last: int,
-        meter: Meter,
-        group: Collective | None = None,
-        capture: Sequence[HiddenName] = (),
-    ) -> ModelStage:
-        stage = super().stage(first, last, meter, group, capture)
-        self._watch.model(stage.runner)
-        return stage
-
-    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        runner = super().runner(name, meter, group)
-        self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
-        return runner
 
 
 def _heads(

@@ -231,9 +231,8 @@ def unequal(
 class Distance:
     """How far plain decoding was from choosing another token.
 
-    The distance is a "top-two gap" in logits or a "CDF edge" in probability; for a token that a
-    filter removed it is a "filter boundary and CDF edge". ``allowance`` is the largest distance
-    that rounding explains, in the same unit.
+    ``kind`` is a "top-two gap" in logits or a "CDF edge" in probability; for a token that a filter
+    removed it is a "filter boundary and CDF edge". Rounding explains up to ``allowance``.
     """
 
     kind: str

@@ -21,7 +21,13 @@ from specdec.certify.cases import (
 )
 from specdec.certify.oracle import reference_draw, unequal
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import MAX_POSITIONS, WIDE_VOCAB_SIZE, Subject, decode_cases
+from specdec.certify.subject import (
+    LONG_POSITIONS,
+    MAX_POSITIONS,
+    WIDE_VOCAB_SIZE,
+    Subject,
+    decode_cases,
+)
 from specdec.errors import UserError
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.state import StopRules
@@ -97,7 +103,7 @@ def _ending_cases(subject: Subject, kind: str) -> Iterator[Case]:
 def long_request(subject: Subject) -> Check:
     if subject.claims is Lossless.LOSSY:
         return Check("long_request", None, "a lossy output has no reference")
-    num_positions = subject.long_positions
+    num_positions = subject.times * LONG_POSITIONS
     lengths = {"t=1": num_positions - _ROOM, "greedy": _NUM_GREEDY}
     if subject.claims is Lossless.DISTRIBUTION:
         lengths = {"greedy": num_positions - _ROOM}

@@ -32,7 +32,7 @@ Build = Callable[[Mapping[str, Any], ModelPair], Parts]
 WIDE_VOCAB_SIZE = 600  # of "wide": larger than the block size in which a row is summed
 WINDOW = 2  # of "window": shorter than the sequences and tree paths that are checked
 MAX_POSITIONS = 64
-LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
+LONG_POSITIONS = 640  # of "long": five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
 MAX_RANKS = 8  # pipeline stages that are processes
 _MIN_LAYERS = 3
@@ -63,7 +63,7 @@ class Subject:
         claims: the losslessness that the verifier declares.
         build: builds the parts of a configuration on a pair.
         full: whether the checks are the deeper ones of ``depth=full``.
-        notes: results that checks share with each other.
+        notes: results that checks share.
     """
 
     def __init__(
@@ -88,13 +88,8 @@ class Subject:
     def model(self, kind: str) -> dict[str, Any]:
         """Returns the ``model`` section of a kind of pair.
 
-        Args:
-            kind: "mixed": the draft agrees with the target about every second time; "perfect": it
-                always agrees, and the distributions are more peaked; "ties": as "mixed", with
-                logits rounded so that equal ones are common; "long": as "perfect", with more
-                positions; "wide": as "mixed", with a larger vocabulary; "window": as "perfect",
-                with a short sliding window, for families that have one; "window FAMILY": the same
-                with another family.
+        The draft of "mixed" agrees with the target about every second time, that of "perfect"
+        always, and there distributions are more peaked. The others are as one of the two.
         """
         kind, _, family = kind.partition(" ")
         section, perfect = dict(self.small["model"]), kind in ("perfect", "long", "window")
@@ -102,11 +97,10 @@ class Subject:
         if _names_middle(self.cfg.get("source")):  # none for parts made in Python
             section["middle_layers"] = section["draft_layers"]
             section["draft_layers"] -= 1
-        # Standard deviations of 6 and 3.
-        section["logit_scale"] = 8.0 if perfect else 4.0
+        section["logit_scale"] = 8.0 if perfect else 4.0  # standard deviations of 6 and 3
         changes: dict[str, dict[str, Any]] = {
-            "long": {"max_positions": self.long_positions},
-            "ties": {"logit_step": 1.0},
+            "long": {"max_positions": self.times * LONG_POSITIONS},
+            "ties": {"logit_step": 1.0},  # equal logits are common
             "wide": {"vocab_size": WIDE_VOCAB_SIZE},
             "window": {"sliding_window": WINDOW, "family": family or section["family"]},
         }
@@ -124,11 +118,6 @@ class Subject:
         """A check decodes this many times as many requests as in the standard depth."""
         return 4 if self.full else 1
 
-    @property
-    def long_positions(self) -> int:
-        """Positions of the model of ``long_request``: whole blocks of draws, at least five."""
-        return self.times * LONG_POSITIONS
-
     def pair(self, kind: str) -> ModelPair:
         """Returns the pair of a kind (see ``model``), which is built once."""
         if kind not in self._pairs:
@@ -144,12 +133,10 @@ class Subject:
     def composed(
         self, kind: str = "mixed", *, pair: ModelPair | None = None, **changes: Any
     ) -> Iterator[Parts]:
-        """Builds the strategy on a small pair, and shuts it down afterwards.
+        """Builds the strategy on a pair of a kind (see ``model``), and shuts it down afterwards.
 
-        Args:
-            kind: kind of the pair, see ``model``.
-            pair: used instead of that pair; ``changes`` must then describe it under ``model``.
-            changes: sections that replace those of the configuration.
+        ``changes`` are sections that replace those of the configuration. They must describe
+        ``pair`` under ``model`` if it is used instead.
         """
         cfg = {**self.small, "model": self.model(kind), **changes}
         with self.built(cfg, pair or self.pair(kind)) as parts:
@@ -164,17 +151,10 @@ class Subject:
             parts.executor.shutdown()
 
 
-def decode_cases(
-    parts: Parts, cases: Sequence[Case], *, batch_size: int = 1, prefill_chunk: int = 512
-) -> dict[int, Decoded]:
-    """Decodes cases with a strategy and returns the outputs by case id.
-
-    Raises:
-        AssertionError: the loop takes many more steps than any strategy needs.
-    """
+def decode_cases(parts: Parts, cases: Sequence[Case], **sizes: int) -> dict[int, Decoded]:
+    """Returns the outputs by case id; arguments as for ``decode_steps``."""
     outputs: dict[int, Decoded] = {}
-    steps = decode_steps(parts, cases, outputs, batch_size=batch_size, prefill_chunk=prefill_chunk)
-    for _ in steps:
+    for _ in decode_steps(parts, cases, outputs, **sizes):
         pass
     return outputs
 
@@ -188,7 +168,11 @@ def decode_steps(
     prefill_chunk: int = 512,
     state: Any = None,
 ) -> Iterator[list[Commit]]:
-    """Runs ``decode_cases`` step by step, for checks in between; fills ``outputs``."""
+    """Decodes cases with a strategy and yields the commits of each step; fills ``outputs``.
+
+    Raises:
+        AssertionError: the loop takes many more steps than any strategy needs.
+    """
 
     def finished(request: Any) -> None:
         counters = request.counters
@@ -224,10 +208,8 @@ def hang_limit(seconds: float) -> Iterator[None]:
 
     It needs a timer of Unix and the main thread; elsewhere there is no limit.
     """
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (in_main and hasattr(signal, "setitimer")):
         yield
         return
     previous = signal.signal(signal.SIGALRM, partial(_hung, seconds))
@@ -240,7 +222,6 @@ def hang_limit(seconds: float) -> Iterator[None]:
 
 
 def made_progress() -> None:
-    """Starts the time of ``hang_limit`` anew, if there is one."""
     if hasattr(signal, "setitimer") and (seconds := signal.getitimer(signal.ITIMER_REAL)[1]):
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 

@@ -32,7 +32,7 @@ from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.early_exit import ppsd_law
 from specdec.state import StopRules
-from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
+from specdec.testing import Case, Oracle, RandomPair, Watch, decode_cases
 from specdec.train.drafter import OutputOptions, as_stored
 from specdec.train.heads import ExitDrafter, ExitSpec
 from specdec.types import Nodes
@@ -85,7 +85,8 @@ class TestOncePerLayer:
         """Drafted rows are not computed again, and every submitted row passes the rest."""
         watch = Watch()
         keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
-        models = ObservedPair.of(watch, **keys)
+        models = RandomPair(**keys)
+        watch.pair(models)
         parts = build("eesd", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)

@@ -132,9 +132,9 @@ def test_asynchronous_best_first_expands_in_overlap() -> None:
 def test_asynchronous_best_first_reuses_the_tree() -> None:
     """Hits on nodes drafted while the target ran spare draft rounds in select."""
     done = run(BestFirst(bs=4, w=4, d=3, asynchronous=True), latency=1, max_new_tokens=60)
-    fed = [s for s in done.policy.log if s.chosen]
+    fed = [s for s in done.log if s.chosen]
     assert any(len(s.before) > 1 and s.calls == 0 for s in fed)
     assert all(s.calls >= 1 for s in fed if s.before == {s.root: False})
-    *others, before_last, _ = done.policy.overlaps  # at the end there is less to draft
+    *others, before_last, _ = done.overlaps  # at the end there is less to draft
     assert before_last < 3
     assert others == [3] * len(others)
