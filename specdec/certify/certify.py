@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.certify.invariants import cache_invariant, draft_rows, tree_invariant
 from specdec.certify.laws import distribution
-from specdec.certify.numerics import CannotCompose, configured_law, exact_dtype, numerics
+from specdec.certify.numerics import configured_law, exact_dtype, numerics
 from specdec.certify.parity import (
     batch_independence,
     greedy_parity,
@@ -20,7 +20,7 @@ from specdec.certify.parity import (
 )
 from specdec.certify.report import Check, Crash, Report, error_text
 from specdec.certify.sampler import sampler
-from specdec.certify.subject import Build, Subject, hang_limit, rank_groups
+from specdec.certify.subject import Build, CannotCompose, Subject, hang_limit, rank_groups
 from specdec.compose.workbench import compose
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
@@ -55,15 +55,8 @@ def certify(
     """Runs the checks on one configuration, the resolved plain one of ``specdec run``.
 
     A check fails if the strategy raises in it; its detail names the error, or the check that met
-    the same error first. A configuration that cannot be composed is a UserError.
-
-    Args:
-        build: builds the parts of a configuration on a pair.
-        checks: names of the checks to run (default: all).
-        depth: "standard", or "full" for more requests, longer outputs, a larger vocabulary and
-            every family that can have a sliding window.
-        on_check: called with each outcome.
-        fail_fast: stop after the first check that fails.
+    the same error first. A configuration that cannot be composed is a UserError. ``build`` builds
+    the parts of a configuration on a pair; ``on_check`` is called with each outcome.
     """
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")

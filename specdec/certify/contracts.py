@@ -3,7 +3,8 @@
 ``specdec verify`` shows that a whole composition decodes as plain decoding does. A part that breaks
 one of the rules below can still pass there, because other parts hide it: a source whose candidates
 depend on branches that were pruned only lowers the acceptance. These checks call a part alone, with
-random trees, commits and batches, or beside parts that are known by table.
+random trees, commits and batches, or beside parts that are known by table. They raise an
+AssertionError that names the rule that is broken.
 """
 
 from __future__ import annotations
@@ -36,16 +37,11 @@ from specdec.types import NO_NODE, Answers, Batch, Candidates, Commit, Nodes, Ou
 from specdec.verifiers import MatchVerifier
 
 _SAMPLING = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
-_LONG = StopRules(max_new_tokens=200)
 _REQUESTS = (4001, 4002)
 _MAX_STEPS = 5000
 _TABLE_VOCAB = 20
 
-Context = tuple[int, ...]
-"""Tokens of a prompt and of what follows it."""
-
-
-# ---------------------------------------------------------------------- sources
+Context = tuple[int, ...]  # tokens of a prompt and of what follows it
 
 
 def check_source(
@@ -72,13 +68,9 @@ def check_source(
         memory: whether earlier text may change the candidates (a cache of suffixes); the second and
             third rule are then not checked.
         tolerance: of log-probabilities and probabilities that are compared.
-        seed: of prompts and trees.
 
     Returns:
         Number of nodes that were expanded.
-
-    Raises:
-        AssertionError: names the rule that is broken.
     """
     rng = np.random.default_rng(seed)
     source, state = make(), _state(seed)
@@ -142,9 +134,8 @@ def _state(seed: int = 0) -> DecodeState:
 
 
 def _request(request_id: int, prompt: Any, sampling: SamplingParams) -> RequestState:
-    return RequestState(
-        request_id=request_id, prompt=np.asarray(prompt), stop=_LONG, sampling=sampling
-    )
+    tokens = tuple(np.asarray(prompt).tolist())
+    return Case(request_id, "", tokens, sampling, StopRules(max_new_tokens=200)).request()
 
 
 def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
@@ -238,9 +229,6 @@ def expansions(
             commit(state, [source], request_id, path, token)
 
 
-# ---------------------------------------------------------------------- policies
-
-
 @cache
 def _table_pair() -> TablePair:
     """A target whose best token has half of the probability; its draft is not used."""
@@ -249,18 +237,14 @@ def _table_pair() -> TablePair:
     return TablePair(target=table, draft=table)
 
 
+@cache
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
     """Returns all (token, log-probability) after a context, best first.
 
     They are near the target's, but depend on the last two tokens, so a tree can be recomputed from
     nothing.
     """
-    return _table_children(context[-2:], salt)
-
-
-@cache
-def _table_children(context: Context, salt: int) -> tuple[tuple[int, float], ...]:
-    noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
+    noise = np.random.default_rng((salt, *context[-2:])).normal(size=_TABLE_VOCAB)
     logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() + 0.7 * noise
     logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs, kind="stable")
@@ -268,14 +252,11 @@ def _table_children(context: Context, salt: int) -> tuple[tuple[int, float], ...
 
 
 class TableSource(TokenSource):
-    """A source that proposes ``table_children`` and records the expanded nodes.
+    """A source that proposes ``table`` (context -> [(token, logprob)]).
 
-    It refuses a node that it has answered before, an empty call, and a request named twice.
-
-    Attributes:
-        calls: per call, {request: contexts of the nodes}; its ``k`` is in ``widths``.
-        silent: contexts for which it has no answer (count 0).
-        table: context -> [(token, logprob)].
+    It has no answer for ``silent`` contexts. ``calls`` has {request: contexts of the nodes} of each
+    call, ``widths`` its ``k``. It refuses a node that it has answered before, an empty call, and a
+    request named twice.
     """
 
     def __init__(
@@ -434,11 +415,7 @@ def check_policy(
     Args:
         make: makes a new policy; called often.
         make_source: makes the source; its argument says whether it knows nothing of some contexts.
-            Default: a ``TableSource``.
         latencies: of the target, in steps.
-
-    Raises:
-        AssertionError: names the rule that is broken.
     """
 
     def source(silent: bool) -> TableSource:
@@ -475,9 +452,6 @@ def check_policy(
     over.cancel()
     nodes = policy.select(state, drafts)
     assert [request for request, _ in nodes.items] == [3], "nodes of a request in prefill or over"
-
-
-# ---------------------------------------------------------------------- executors
 
 
 def _check_answers(executor: Executor) -> None:
@@ -531,15 +505,7 @@ def check_executor(executor: type[Executor], **keys: Any) -> int:
       single roots, chains and (with a latency) trees that are fed at every step, with two requests
       at once and prompts in chunks. Caches that keep pruned rows show here.
 
-    Args:
-        executor: a class with ``plan`` and ``build``.
-        keys: of its configuration, for ``plan``.
-
-    Returns:
-        Number of requests that were compared.
-
-    Raises:
-        AssertionError: names the rule that is broken.
+    ``keys`` are those of its configuration. Returns the number of requests that were compared.
     """
     pair = RandomPair(num_layers=4, draft_layers=3, hidden_size=16, vocab_size=48, logit_scale=4.0)
     oracle = Oracle(pair.target, seed=3)

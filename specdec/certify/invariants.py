@@ -70,10 +70,7 @@ def tree_invariant(subject: Subject) -> Check:
 
 
 def draft_rows(subject: Subject) -> Check:
-    """Checks that the draft computes each tree node and each catch-up token once.
-
-    Rows computed twice or counted wrongly do not change the output, so they are only a note.
-    """
+    """Rows computed twice or counted wrongly do not change the output, so they are only a note."""
     seen = observation(subject)
     drafts = seen.watch.drafts
     if not drafts and not seen.error:
@@ -184,9 +181,8 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     paths = [tuple(tokens[: at + 1].tolist()) for at in range(cache.cached_len)]
     ids = cache.node_ids
     slots = request.tree.slots(ids)
-    for node_id, slot, position in zip(
-        ids.tolist(), slots.tolist(), cache.node_positions.tolist(), strict=True
-    ):
+    nodes = zip(ids.tolist(), slots.tolist(), cache.node_positions.tolist(), strict=True)
+    for node_id, slot, position in nodes:
         path = shadow.path(node_id, cache.cached_len, tokens)
         if shadow.real and slot < 0:
             yield f"{where} has an entry of node {node_id}, which has left the tree"
@@ -277,11 +273,7 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
 
 
 def _row_problems(watch: Watch) -> Iterator[str]:
-    """Yields draft rows that were computed in vain, or that the source's count does not match.
-
-    The rows are those that the models computed, whichever nodes the source left out or answered
-    itself.
-    """
+    """Yields draft rows that were computed in vain, or that the source's count does not match."""
     drafts = watch.drafts
     if not drafts:
         return

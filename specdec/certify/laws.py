@@ -121,9 +121,6 @@ _FLAT = 0.5  # standard deviation of the logits of a row without a head
 _CONCENTRATIONS = np.array([4.0, 32.0, 256.0, 2048.0])  # of the mixture
 
 
-# ---------------------------------------------------------------------- statistics
-
-
 def log_evidence(counts: IntArray, law: FloatArray) -> float:
     """Returns the natural logarithm of the e-value of counts[C] against ``law``[C].
 
@@ -195,7 +192,7 @@ def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]
     """Yields (description, log e-value) of places[T, O] of each output.
 
     In each order: whether they are uniform, and whether they depend on those of the token before,
-    or of the one before that. Two tokens that share a random number are shown by the latter.
+    or of the one before that, as if two tokens share a random number.
     """
     for column, order in enumerate(ORDERS):
         series = [places[:, column] for places in outputs]
@@ -209,9 +206,6 @@ def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]
             # Given the earlier place the later one is uniform, so e-values of rows multiply.
             value = sum(log_evidence(row, np.full(4, 1 / 4)) for row in pairs.reshape(4, 4))
             yield f"place by {order}, given that of {before}", value
-
-
-# ---------------------------------------------------------------------- laws of tables
 
 
 def distribution(subject: Subject) -> Check:

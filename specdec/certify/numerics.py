@@ -13,7 +13,6 @@ Shape letters: V vocabulary, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,9 +24,16 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from specdec.certify.cases import GREEDY, Case, Decoded
 from specdec.certify.laws import NUM_PLACE_TESTS, ORDERS, Evidence, place_evidence, places
 from specdec.certify.observing import observe
-from specdec.certify.oracle import differences, processed, reference_probs, unequal, whole_pass
+from specdec.certify.oracle import (
+    Difference,
+    differences,
+    processed,
+    reference_probs,
+    unequal,
+    whole_pass,
+)
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import Subject, decode_cases, rank_groups
+from specdec.certify.subject import CannotCompose, Subject, decode_cases, rank_groups
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.device import on_host
@@ -40,25 +46,13 @@ from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import FloatArray, Lossless, Verdict
 
-_NUM_PROMPTS = 3
-ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
-_MAX_NEW_TOKENS = 24
-_MAX_PROMPT_TOKENS = 64
-
+_NUM_PROMPTS, _NUM_EXACT_PROMPTS = 3, 2
+_NUM_TOKENS, _LAW_TOKENS, _EXACT_TOKENS = 24, 10, 160  # of an output, at most
+_MAX_PROMPT, _LAW_PROMPT, _EXACT_PROMPT = 64, 330, 96  # tokens of the longest
+_ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 _LAW_REQUESTS = 30  # of each sampling; half as many of large models, or over processes
-_LAW_TOKENS = 10
 _SMALL_BYTES = 1 << 27  # of weights
-_LONG_PROMPT = 330
 _LAW_BATCH = 6
-_LAW_IDS = 7000  # of the first request
-
-NUM_EXACT_PROMPTS = 2
-NUM_EXACT_TOKENS = 160  # per prompt and sampling
-_MAX_EXACT_PROMPT = 96
-
-
-class CannotCompose(UserError):
-    """The strategy cannot decode the configured models, which is no fault of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ class _Configured:
             cfg = dict(subject.cfg)
             limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
             cfg["data"] = {**cfg["data"], "limit": limit}
-            cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _MAX_NEW_TOKENS)
+            cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _NUM_TOKENS)
             try:
                 pair, prompts, _ = prepare(cfg)
             except UserError as refusal:
@@ -99,20 +93,16 @@ class _Configured:
     def label(self) -> str:
         return f"int{self.pair.options.bits_of('target')}" if self.is_quantised else self.pair.dtype
 
-    @contextmanager
-    def built(self) -> Iterator[Parts]:
-        try:
-            parts = self.subject.build(self.cfg, self.pair)
-        except UserError as refusal:
-            raise CannotCompose(str(refusal)) from refusal
-        try:
-            yield parts
-        finally:
-            parts.executor.shutdown()
-
     def decode(self, parts: Parts, cases: Sequence[Case], size: int = 0) -> dict[int, Decoded]:
         size, chunk = size or self.subject.batch_size, int(self.cfg["prefill_chunk"])
         return decode_cases(parts, cases, batch_size=size, prefill_chunk=chunk)
+
+    def differences(
+        self, case: Case, decoded: Decoded, rows: FloatArray, errors: FloatArray
+    ) -> Iterator[Difference]:
+        by_token = self.subject.claims is not Lossless.DISTRIBUTION or case.sampling.greedy
+        seed = self.subject.seed
+        return differences(case, decoded, rows, seed=seed, errors=errors, tokens=by_token)
 
     def passes(self, tokens: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
         """Computes logits by passes of one row, and what passes of more rows change.
@@ -125,7 +115,7 @@ class _Configured:
             error = np.abs(whole_pass(self.pair.target, tokens) - rows).max()
             return rows, np.full(len(tokens), error)
         rows = self._session_rows(tokens, 1)
-        others = [self._session_rows(tokens, size) for size in (*ROW_COUNTS, len(tokens))]
+        others = [self._session_rows(tokens, size) for size in (*_ROW_COUNTS, len(tokens))]
         return rows, np.max([np.abs(other - rows).max(1) for other in others], axis=0)
 
     def rows(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> FloatArray:
@@ -173,16 +163,15 @@ def numerics(subject: Subject) -> Check:
     cases = [
         Case(p.id, f"prompt {p.id}", prompt, params, given.stop)
         for p in given.prompts
-        for prompt in [tuple(p.tokens.tolist()[-_MAX_PROMPT_TOKENS:])]
+        for prompt in [tuple(p.tokens.tolist()[-_MAX_PROMPT:])]
     ]
-    with given.built() as parts:
+    with subject.built(given.cfg, given.pair) as parts:
         outputs = given.decode(parts, cases)
     ties, faults, equal, largest = list[str](), list[str](), 0, 0.0
     for case in cases:
         output, last = outputs[case.id].output, len(case.prompt) - 1
         rows, errors = given.passes((*case.prompt, *output[:-1]))
-        wide = errors[last:]
-        found = [*differences(case, outputs[case.id], rows[last:], seed=subject.seed, errors=wide)]
+        found = [*given.differences(case, outputs[case.id], rows[last:], errors[last:])]
         equal, largest = equal + (not found), max(largest, float(errors.max()))
         for one in found:
             (ties if one.is_tie else faults).append(f"{case.label}, {one.text}")
@@ -237,17 +226,17 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
         samplings["as configured"] = subject.sampling
     is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES and not rank_groups(subject.cfg)
     number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 2)
-    room = (given.pair.max_positions or _LONG_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
+    room = (given.pair.max_positions or _LAW_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
     text = np.concatenate([prompt.tokens for prompt in given.prompts])
-    text = np.tile(text, 1 + (_LONG_PROMPT + 97) // len(text))
-    found, ids = dict[str, list[Case]](), iter(range(_LAW_IDS, 1 << 20))
+    text = np.tile(text, 1 + (_LAW_PROMPT + 97) // len(text))
+    found, ids = dict[str, list[Case]](), iter(range(7000, 1 << 20))
     for name, params in samplings.items():
         eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
         # Several at once fill whole passes of prompt tokens, beside nodes of trees.
         num_long = 1 if found and not params.processors else 4
-        lengths, found[name] = [_LONG_PROMPT] * num_long + [4, 40, 9, 70, 23] * 20, []
+        lengths, found[name] = [_LAW_PROMPT] * num_long + [4, 40, 9, 70, 23] * 20, []
         for i in range(number):
             length, start = max(1, min(lengths[i // 2], room)), 7 * (i // 2) % 97
             prompt = tuple(text[start : start + length].tolist())
@@ -263,9 +252,9 @@ def configured_law(subject: Subject) -> Check:
         return given
     if subject.claims is Lossless.LOSSY:
         return Check("configured_law", None, "a lossy output has another law")
-    groups, by_token = _law_cases(given), subject.claims is Lossless.TOKEN
+    groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
-    with given.built() as parts:
+    with subject.built(given.cfg, given.pair) as parts:
         drafts = _draft_laws(parts)
         outputs = given.decode(parts, cases[::2]) | given.decode(parts, cases[1::2], _LAW_BATCH)
     _, errors = given.passes(cases[2].prompt)
@@ -278,10 +267,7 @@ def configured_law(subject: Subject) -> Check:
         for case in group:
             decoded = outputs[case.id]
             rows = given.rows(case.prompt, decoded.output)
-            wide = np.full(len(rows), error)
-            unlike = differences(
-                case, decoded, rows, seed=subject.seed, errors=wide, tokens=by_token
-            )
+            unlike = given.differences(case, decoded, rows, np.full(len(rows), error))
             faults += [f"{case.label}, {one.text}" for one in unlike if not one.is_tie]
             series.append(_places(case, decoded.output, rows, drafts, rng))
         # Logits that differ by e from the reference's have a divergence of at most e ** 2 / 2 per
@@ -293,7 +279,7 @@ def configured_law(subject: Subject) -> Check:
     label = f"{given.label}, {len(cases)} requests, {sum(map(len, together))} tokens"
     if faults := faults + found.biased():
         return Check("configured_law", False, f"{label}: {joined_details(faults)}")
-    equal = ", equal to plain decoding" if by_token else ""
+    equal = ", equal to plain decoding" if subject.claims is Lossless.TOKEN else ""
     return Check("configured_law", True, f"{label}{equal}; {found.passed}")
 
 
@@ -348,16 +334,16 @@ def exact_dtype(subject: Subject) -> Check:
     given = _Configured.of(subject, "exact_dtype")
     if isinstance(given, Check):
         return given
-    room = (given.pair.max_positions or NUM_EXACT_TOKENS + _MAX_EXACT_PROMPT) - 1
-    longest = min(_MAX_EXACT_PROMPT, max(1, room - NUM_EXACT_TOKENS))
-    stop = StopRules(max_new_tokens=min(NUM_EXACT_TOKENS, room - longest))
+    room = (given.pair.max_positions or _EXACT_TOKENS + _EXACT_PROMPT) - 1
+    longest = min(_EXACT_PROMPT, max(1, room - _EXACT_TOKENS))
+    stop = StopRules(max_new_tokens=min(_EXACT_TOKENS, room - longest))
     samplings = {"greedy": GREEDY}
     if subject.claims is Lossless.TOKEN:  # draws near a CDF edge show small differences
         hot = SamplingParams(temperature=1.0)
         samplings["sampled"] = hot if subject.sampling.greedy else subject.sampling
     cases = [
         Case(2 * p.id + i, f"prompt {p.id}, {how}", tuple(p.tokens.tolist()[-longest:]), rule, stop)
-        for p in given.prompts[:NUM_EXACT_PROMPTS]
+        for p in given.prompts[:_NUM_EXACT_PROMPTS]
         for i, (how, rule) in enumerate(samplings.items())
     ]
     with subject.built(plain_config(subject.cfg), given.pair) as parts:

@@ -249,10 +249,8 @@ def distance(
 ) -> Distance:
     """Measures how far plain decoding was from choosing ``token``, as the strategy did.
 
-    Args:
-        logits: float64[V] after the processors.
-        draw: the uniform draw of plain decoding.
-        error: the largest change of a logit by batching.
+    ``logits`` are float64[V] after the processors; ``error`` is the largest change of one by
+    batching, ``draw`` the uniform draw of plain decoding.
     """
     if params.greedy:
         return Distance("top-two gap", float(logits.max() - logits[token]), 2.0 * error)

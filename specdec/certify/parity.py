@@ -35,13 +35,10 @@ from specdec.types import Lossless
 
 NUM_TOKENS = 16
 _SMALL_CHUNK = 3
-
 _ROOM = 110  # positions beyond the last token; more than four blocks of 128 are before it
 _NUM_GREEDY = 200  # whose draft is always right: no miss empties a tree or a cache
-
 _SPAN = 7  # positions per call; not a divisor of the block size
-_FEW = (0, 1, 2)  # siblings
-_MANY = (0, 1, 16, 127, 128, 300)
+_FEW, _MANY = (0, 1, 2), (0, 1, 16, 127, 128, 300)  # siblings
 _BACKWARDS = (900, 380, 377, 255, 0, 70_000)  # first positions of calls, in no order
 _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 

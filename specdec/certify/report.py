@@ -31,9 +31,7 @@ _WIDTH = 110  # columns, if the output is not a terminal
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of one check.
-
-    ``passed`` is None if the check does not apply to this configuration, or is a note: a problem
+    """``passed`` is None if the check does not apply to this configuration, or is a note: a problem
     that leaves the output right, such as work done twice. Notes do not change the verdict.
     """
 

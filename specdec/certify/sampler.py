@@ -10,7 +10,6 @@ Shape letters: A rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,14 +27,9 @@ from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import Batch, FloatArray, TreeRows
 
-TOLERANCE = 1e-9
-"""Allowed absolute error of a probability."""
-
+TOLERANCE = 1e-9  # of a probability
+# The last ones are searched by blocks and processed in parts, or longer than such a part.
 VOCAB_SIZES = (61, 320, 1000, 33_001, 151_671)
-"""The last ones are searched by blocks and processed in parts, or longer than such a part; not all
-are multiples of a block.
-"""
-
 _ROWS = 6  # a chain of nodes per request
 _SEED_BITS = 7 << 32  # added to the configured seed
 _STARTS = (700, 250, 120, 9, 60)  # positions of the first node: later batches go back
@@ -68,13 +62,8 @@ SAMPLINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One request's rows: a chain of nodes after its prompt, with their logits, float64[A, V]."""
-
-    case: Case
-    rows: TreeRows
-    logits: FloatArray
+_Rows = tuple[Case, TreeRows, FloatArray]
+"""A request, a chain of nodes after its prompt, and their logits, float64[A, V]."""
 
 
 def sampler(subject: Subject) -> Check:
@@ -90,13 +79,13 @@ def sampler(subject: Subject) -> Check:
             answerer = pair.answerer(draws=draws, needs_probs=needs_probs)
             for number, vocab_size in enumerate(VOCAB_SIZES):
                 parts = list(_parts(number, vocab_size))
-                for part in parts:
-                    answerer.open(part.case.request())
+                for case, *_ in parts:
+                    answerer.open(case.request())
                 for batch in (parts, *([part] for part in parts)):
                     problems += _differences(answerer, batch, draws.seed, pair.device)
-                for part in parts:
-                    answerer.close(part.case.id)
-                    count += len(part.logits)
+                for case, _, logits in parts:
+                    answerer.close(case.id)
+                    count += len(logits)
     if problems:
         return Check("sampler", False, joined_details(problems))
     widest = max(VOCAB_SIZES)
@@ -121,25 +110,23 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
             parent_ids=ids - 1,
         )
         label = f"{label}, {vocab_size} logits"
-        yield _Rows(
-            Case(request_id, label, prompt, params, StopRules(max_new_tokens=1)), rows, logits
-        )
+        yield Case(request_id, label, prompt, params, StopRules(max_new_tokens=1)), rows, logits
 
 
 def _differences(
     answerer: Answerer, batch: Sequence[_Rows], seed: int, device: str
 ) -> Iterator[str]:
     """Yields the first answer of each request that differs from the reference."""
-    logits = torch.from_numpy(np.concatenate([part.logits for part in batch])).to(device)
-    answers = answerer.answer(Batch(step=0, trees=tuple(part.rows for part in batch)), logits)
-    for part, answer in zip(batch, answers, strict=True):
-        case, params, found = part.case, part.case.sampling, ""
+    logits = torch.from_numpy(np.concatenate([logits for *_, logits in batch])).to(device)
+    answers = answerer.answer(Batch(step=0, trees=tuple(rows for _, rows, _ in batch)), logits)
+    for (case, rows, own), answer in zip(batch, answers, strict=True):
+        params, found = case.sampling, ""
         law_params = SamplingParams(temperature=1.0) if params.greedy else params
         probs = None if answer.probs is None else on_host(answer.probs)
-        for row, given in enumerate(part.logits):
-            tokens = (*case.prompt, *part.rows.tokens[1 : row + 1].tolist())
+        for row, given in enumerate(own):
+            tokens = (*case.prompt, *rows.tokens[1 : row + 1].tolist())
             scores = processed(given, params, tokens)
-            position = int(part.rows.positions[row]) + 1
+            position = int(rows.positions[row]) + 1
             draw = reference_draw(seed, case.id, position, Purpose.TARGET, 0)
             expected, token = reference_token(scores, params, draw), int(answer.tokens[row])
             if token != expected:

@@ -54,6 +54,10 @@ def refuse(cfg: Mapping[str, Any]) -> None:
         )
 
 
+class CannotCompose(UserError):
+    """The strategy cannot decode the models, which is no fault of either."""
+
+
 class Subject:
     """A configuration under test.
 
@@ -144,7 +148,10 @@ class Subject:
 
     @contextmanager
     def built(self, cfg: Mapping[str, Any], pair: ModelPair) -> Iterator[Parts]:
-        parts = self.build(cfg, pair)
+        try:
+            parts = self.build(cfg, pair)
+        except UserError as refusal:
+            raise CannotCompose(str(refusal)) from refusal
         try:
             yield parts
         finally:
@@ -164,11 +171,12 @@ def decode_steps(
     cases: Sequence[Case],
     outputs: dict[int, Decoded],
     *,
-    batch_size: int = 1,
-    prefill_chunk: int = 512,
     state: Any = None,
+    **sizes: int,
 ) -> Iterator[list[Commit]]:
     """Decodes cases with a strategy and yields the commits of each step; fills ``outputs``.
+
+    ``sizes`` are ``batch_size`` and ``prefill_chunk`` of ``Parts.decode``.
 
     Raises:
         AssertionError: the loop takes many more steps than any strategy needs.
@@ -189,14 +197,8 @@ def decode_steps(
     executor = parts.executor
     per_token = (executor.in_flight + 2) * (1 if executor.latency else 10)
     limit = _MIN_STEPS + per_token * tokens
-    steps = parts.decode(
-        state,
-        [case.request() for case in cases],
-        batch_size=batch_size,
-        prefill_chunk=prefill_chunk,
-        on_finish=finished,
-    )
-    for commits in steps:
+    requests = [case.request() for case in cases]
+    for commits in parts.decode(state, requests, on_finish=finished, **sizes):
         made_progress()
         assert state.step <= limit, f"no end after {state.step} steps for {tokens} tokens"
         yield commits
