@@ -231,20 +231,16 @@ def expansions(
 
 @cache
 def _table_pair() -> TablePair:
-    """A target whose best token has half of the probability; its draft is not used."""
-    probs = np.random.default_rng(0).dirichlet(np.full(_TABLE_VOCAB, 0.15), _TABLE_VOCAB)
+    """A target whose best token has two thirds of the probability; its draft is not used."""
+    probs = np.random.default_rng(0).dirichlet(np.full(_TABLE_VOCAB, 0.04), _TABLE_VOCAB)
     table = np.log(probs + 1e-6).tolist()
     return TablePair(target=table, draft=table)
 
 
 @cache
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
-    """Returns all (token, log-probability) after a context, best first.
-
-    They are near the target's, but depend on the last two tokens, so a tree can be recomputed from
-    nothing.
-    """
-    noise = np.random.default_rng((salt, *context[-2:])).normal(size=_TABLE_VOCAB)
+    """Returns all (token, log-probability) after a context, best first, near the target's."""
+    noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
     logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() + 0.7 * noise
     logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs, kind="stable")
@@ -423,6 +419,15 @@ def check_policy(
             return make_source(silent)
         return TableSource(silent=lambda c: silent and sum(c[-2:]) % 3 == 0)
 
+    filling, over, live = (_request(i, (1, 2, 3), GREEDY) for i in (1, 2, 3))
+    state, policy, drafts = _state(), make(), source(False)
+    for request in (filling, over, live):
+        open_request(state, drafts, request)
+        policy.open(request)
+    filling.prefill_sent -= 1
+    over.cancel()
+    nodes = policy.select(state, drafts)
+    assert [request for request, _ in nodes.items] == [3], "nodes of a request in prefill or over"
     table = _table_pair().target_table.numpy()
     plain = [plain_decode(lambda t: table[t[-1]], case, 0).output for case in _table_cases(3, 20)]
     for latency in latencies:
@@ -443,15 +448,6 @@ def check_policy(
             logs.append([[s.chosen for s in log if s.request == r] for r in range(3)])
         assert logs[0] == logs[1], "the same requests get other trees again"
         assert logs[0] == logs[2], "a request's trees depend on what shares its batch"
-    filling, over, live = (_request(i, (1, 2, 3), GREEDY) for i in (1, 2, 3))
-    state, policy, drafts = _state(), make(), source(False)
-    for request in (filling, over, live):
-        open_request(state, drafts, request)
-        policy.open(request)
-    filling.prefill_sent -= 1
-    over.cancel()
-    nodes = policy.select(state, drafts)
-    assert [request for request, _ in nodes.items] == [3], "nodes of a request in prefill or over"
 
 
 def _check_answers(executor: Executor) -> None:

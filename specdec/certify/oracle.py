@@ -98,7 +98,10 @@ def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
 
 def reference_token(logits: FloatArray, params: SamplingParams, draw: float) -> int:
     """Returns the token at ``draw`` of the CDF in token-id order; if greedy, the first argmax."""
-    probs = reference_probs(logits, params)
+    return token_at(reference_probs(logits, params), draw)
+
+
+def token_at(probs: FloatArray, draw: float) -> int:
     last = int(np.flatnonzero(probs)[-1])  # where rounding leaves the CDF below the draw
     return min(int(probs.cumsum().searchsorted(draw, side="right")), last)
 

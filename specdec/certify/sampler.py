@@ -16,7 +16,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec.certify.cases import Case
-from specdec.certify.oracle import processed, reference_draw, reference_probs, reference_token
+from specdec.certify.oracle import processed, reference_draw, reference_probs, token_at
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Subject
 from specdec.device import on_host
@@ -62,8 +62,8 @@ SAMPLINGS = {
 }
 
 
-_Rows = tuple[Case, TreeRows, FloatArray]
-"""A request, a chain of nodes after its prompt, and their logits, float64[A, V]."""
+_Rows = tuple[Case, TreeRows, FloatArray, FloatArray]
+"""A request, a chain of nodes after its prompt, their logits and what is drawn from, [A, V]."""
 
 
 def sampler(subject: Subject) -> Check:
@@ -71,21 +71,22 @@ def sampler(subject: Subject) -> Check:
     pair = subject.pair("mixed")
     if not isinstance(pair, HuggingFacePair):
         return Check("sampler", None, "the models' answers are not sampled from logits")
-    problems: list[str] = []
-    count = 0
-    for needs_probs in (False, True):
-        for high in (0, _SEED_BITS):
-            draws = KeyedDraws(seed=subject.seed + high)
-            answerer = pair.answerer(draws=draws, needs_probs=needs_probs)
-            for number, vocab_size in enumerate(VOCAB_SIZES):
-                parts = list(_parts(number, vocab_size))
-                for case, *_ in parts:
-                    answerer.open(case.request())
-                for batch in (parts, *([part] for part in parts)):
-                    problems += _differences(answerer, batch, draws.seed, pair.device)
-                for case, _, logits in parts:
-                    answerer.close(case.id)
-                    count += len(logits)
+    answerers = [
+        (pair.answerer(draws=KeyedDraws(seed=seed), needs_probs=needs_probs), seed)
+        for needs_probs in (False, True)
+        for seed in (subject.seed, subject.seed + _SEED_BITS)
+    ]
+    problems, count = list[str](), 0
+    for number, vocab_size in enumerate(VOCAB_SIZES):
+        parts = list(_parts(number, vocab_size))
+        for answerer, seed in answerers:
+            for case, *_ in parts:
+                answerer.open(case.request())
+            for batch in (parts, *([part] for part in parts)):
+                problems += _differences(answerer, batch, seed, pair.device)
+            for case, _, logits, _ in parts:
+                answerer.close(case.id)
+                count += len(logits)
     if problems:
         return Check("sampler", False, joined_details(problems))
     widest = max(VOCAB_SIZES)
@@ -101,6 +102,8 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         logits[3, -3:] += 3.0 * np.log(vocab_size)  # the last ids have most of the mass
         request_id = 20 * number + index + (index % 2 << 33)
         prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
+        label = f"{label}, {vocab_size} logits"
+        case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))
         ids = np.arange(_ROWS)
         rows = TreeRows.within(
             request=request_id,
@@ -109,33 +112,33 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
             tokens=np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)]),
             parent_ids=ids - 1,
         )
-        label = f"{label}, {vocab_size} logits"
-        yield Case(request_id, label, prompt, params, StopRules(max_new_tokens=1)), rows, logits
+        histories = [(*prompt, *rows.tokens[1 : at + 1].tolist()) for at in range(_ROWS)]
+        law = SamplingParams(temperature=1.0) if params.greedy else params
+        probs = [
+            reference_probs(processed(row, params, history), law)
+            for row, history in zip(logits, histories, strict=True)
+        ]
+        yield case, rows, logits, np.stack(probs)
 
 
 def _differences(
     answerer: Answerer, batch: Sequence[_Rows], seed: int, device: str
 ) -> Iterator[str]:
     """Yields the first answer of each request that differs from the reference."""
-    logits = torch.from_numpy(np.concatenate([logits for *_, logits in batch])).to(device)
-    answers = answerer.answer(Batch(step=0, trees=tuple(rows for _, rows, _ in batch)), logits)
-    for (case, rows, own), answer in zip(batch, answers, strict=True):
-        params, found = case.sampling, ""
-        law_params = SamplingParams(temperature=1.0) if params.greedy else params
+    logits = torch.from_numpy(np.concatenate([logits for _, _, logits, _ in batch])).to(device)
+    answers = answerer.answer(Batch(step=0, trees=tuple(rows for _, rows, *_ in batch)), logits)
+    for (case, rows, _, laws), answer in zip(batch, answers, strict=True):
         probs = None if answer.probs is None else on_host(answer.probs)
-        for row, given in enumerate(own):
-            tokens = (*case.prompt, *rows.tokens[1 : row + 1].tolist())
-            scores = processed(given, params, tokens)
-            position = int(rows.positions[row]) + 1
+        for row, law in enumerate(laws):
+            position, token, found = int(rows.positions[row]) + 1, int(answer.tokens[row]), ""
             draw = reference_draw(seed, case.id, position, Purpose.TARGET, 0)
-            expected, token = reference_token(scores, params, draw), int(answer.tokens[row])
+            expected = int(law.argmax()) if case.sampling.greedy else token_at(law, draw)
             if token != expected:
                 found = f"row {row} gets token {token} instead of {expected}"
-            elif probs is not None:
-                error = float(np.abs(probs[row] - reference_probs(scores, law_params)).max())
-                if not error <= TOLERANCE:
-                    found = f"a probability of row {row} differs by {error:.1e}"
+            elif probs is not None and not float(np.abs(probs[row] - law).max()) <= TOLERANCE:
+                error = float(np.abs(probs[row] - law).max())
+                found = f"a probability of row {row} differs by {error:.1e}"
             if found:
                 how = "alone" if len(batch) == 1 else "in a batch"
-                yield f"{case.label}, {len(tokens)} tokens, {how}: {found}"
+                yield f"{case.label}, {len(case.prompt) + row} tokens, {how}: {found}"
                 break

@@ -85,7 +85,7 @@ class TestOncePerLayer:
         """Drafted rows are not computed again, and every submitted row passes the rest."""
         watch = Watch()
         keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
-        models = RandomPair(**keys)
+        models = build_random(**keys)
         watch.pair(models)
         parts = build("eesd", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()

@@ -13,6 +13,7 @@ import torch
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
 from specdec.compose.workbench import Workbench, build
+from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
@@ -108,7 +109,7 @@ class TestCost:
     def test_every_row_passes_every_layer_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         went_on = chosen_by(monkeypatch, by_token)
         watch = Watch()
-        models = RandomPair(num_layers=6, exit_layer=2, **SIZES)
+        models = build_random(num_layers=6, exit_layer=2, **SIZES)
         watch.pair(models)
         parts = build("eesd_multi", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
