@@ -18,7 +18,7 @@ from specdec.certify.parity import (
     sampled_parity,
     stop_rules,
 )
-from specdec.certify.report import Check, Crash, Report, error_text
+from specdec.certify.report import Check, Crash, Report
 from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, CannotCompose, Subject, hang_limit, rank_groups
 from specdec.compose.workbench import compose
@@ -119,7 +119,8 @@ def _crash(check: str, error: Exception) -> Crash:
         live = list(loop["state"].requests)
         request = live[0] if len(live) == 1 else None
     lines = traceback.format_exception(error)
-    return Crash((check,), error_text(error), part, request, step, "".join(lines))
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return Crash((check,), text, part, request, step, "".join(lines))
 
 
 def _requests(frame: FrameType) -> Iterator[int]:

@@ -321,16 +321,14 @@ def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None
         assert request.prefill_sent == request.num_prefill, "the prompt is not yet computed"
         assert not request.finished, "the request has finished"
         assert not awaiting, "a serial policy submits while answers are awaited"
-    pairs = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
-    assert len({*pairs}) == len(pairs), "two children of a node carry the same token"
+    pairs = {*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}
+    assert len(pairs) == len(tree), "two children of a node carry the same token"
 
 
 def tree_contexts(request: RequestState) -> dict[Context, bool]:
     """Returns the nodes of a request's tree -> whether they are expanded."""
-    return {
-        tuple(request.path_tokens(slot).tolist()): bool(request.tree.expanded[slot])
-        for slot in range(len(request.tree))
-    }
+    slots = enumerate(request.tree.expanded.tolist())
+    return {tuple(request.path_tokens(slot).tolist()): expanded for slot, expanded in slots}
 
 
 @dataclass

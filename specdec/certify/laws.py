@@ -69,8 +69,8 @@ OPPOSED_TABLE: Table = (
 """A draft that prefers other tokens than the target."""
 
 
-# Percent: (target's row, draft's row). Each row makes another fault of the tests of later siblings
-# visible: a shared draw, a residual that is not updated, a draft that is not renormalised.
+# Percent: (target's row, draft's row). Each shows another fault of the tests of later siblings: a
+# shared draw, a residual that is not updated, a draft that is not renormalised.
 _SHARES = (
     ((51, 19, 18, 4, 8), (10, 0.4, 1, 42.6, 46)),
     ((13, 33, 9, 38, 7), (32, 0.6, 6, 7, 54.4)),

@@ -194,15 +194,13 @@ def numerics(subject: Subject) -> Check:
 
 @dataclass(frozen=True)
 class _Favoured:
-    """Makes ``ids``, and a token that depends on the whole history, nearly as probable as the best.
-
-    It writes into the scores, as transformers' interface allows.
-    """
+    """Makes ``ids``, and a token that the whole history decides, nearly as probable as the best."""
 
     ids: tuple[int, ...]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         ids = [*self.ids, int(input_ids.sum()) % scores.shape[1]]
+        # In place, as transformers' interface allows.
         scores[:, ids] = scores.max(dim=1, keepdim=True).values - 0.5
         return scores
 

@@ -28,9 +28,6 @@ from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
 from specdec.types import BoolArray, FloatArray
 
-LogitsOf = Callable[[tuple[int, ...]], FloatArray]
-"""Maps a sequence to float64[V], the logits of its next token."""
-
 _WORD = 2**64 - 1
 
 
@@ -51,11 +48,9 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return a, b, c, d
 
 
-def target_draw(seed: int, prompt_id: int, position: int) -> float:
-    return reference_draw(seed, prompt_id, position, purpose=0, index=0)
-
-
-def reference_draw(seed: int, prompt_id: int, position: int, purpose: int, index: int) -> float:
+def reference_draw(
+    seed: int, prompt_id: int, position: int, purpose: int = 0, index: int = 0
+) -> float:
     """Returns the uniform draw of a key of ``KeyedDraws``; each counter value yields four draws."""
     counter = (position // 4 + 1, index, purpose, 0)  # numpy counts up before it draws
     word = philox(counter, (seed & _WORD, prompt_id & _WORD))[position % 4]
@@ -143,11 +138,14 @@ class Oracle:
         return [*differences(case, decoded, rows[len(case.prompt) - 1 :], seed=self._seed)]
 
 
-def plain_decode(logits_of: LogitsOf, case: Case, seed: int) -> Decoded:
+def plain_decode(
+    logits_of: Callable[[tuple[int, ...]], FloatArray], case: Case, seed: int
+) -> Decoded:
+    """``logits_of`` maps a sequence to float64[V], the logits of its next token."""
     tokens, output = list(case.prompt), list[int]()
     while True:
         logits = processed(logits_of(tuple(tokens)), case.sampling, tokens)
-        draw = target_draw(seed, case.id, len(tokens))
+        draw = reference_draw(seed, case.id, len(tokens))
         output.append(reference_token(logits, case.sampling, draw))
         tokens.append(output[-1])
         reason = reference_reason(output, case.stop)
@@ -185,7 +183,7 @@ def differences(
         prefix = (*case.prompt, *output[:at])
         where = f"output token {at} is {token} from {decoded.proposer(at)}"
         logits = processed(rows[at], params, prefix)
-        draw = target_draw(seed, case.id, len(prefix)) if tokens else 0.5
+        draw = reference_draw(seed, case.id, len(prefix)) if tokens else 0.5
         if tokens:
             expected = reference_token(logits, params, draw)
         else:
@@ -218,16 +216,14 @@ def unequal(
 ) -> Iterator[str]:
     """Yields the first difference of each output from the one of another run."""
     for case in cases:
-        output = outputs[case.id].output if case.id in outputs else ()
-        other = expected[case.id].output
-        at = first_difference(output, other)
+        decoded, other = outputs.get(case.id, Decoded((), None)), expected[case.id].output
+        at = first_difference(decoded.output, other)
         if at is not None:
-            words = [
-                f"{tokens[at]}" if at < len(tokens) else "the end" for tokens in (output, other)
-            ]
-            who = f" from {outputs[case.id].proposer(at)}" if at < len(output) else ""
-            text = f"output token {at} is {words[0]}{who} instead of {words[1]}"
-            yield f"{case.label}{where}: {text}"
+            found, right = (
+                f"{t[at]}" if at < len(t) else "the end" for t in (decoded.output, other)
+            )
+            who = f" from {decoded.proposer(at)}" if at < len(decoded.output) else ""
+            yield f"{case.label}{where}: output token {at} is {found}{who} instead of {right}"
 
 
 @dataclass(frozen=True, slots=True)

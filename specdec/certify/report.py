@@ -141,12 +141,5 @@ def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None =
 
 
 def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
-    """Joins the first ``limit`` details, and states the number of the others."""
-    shown = "; ".join(details[:limit])
-    more = len(details) - limit
-    return f"{shown}; and {more} more" if more > 0 else shown
-
-
-def error_text(error: Exception) -> str:
-    """Formats an exception in one line of at most about 300 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    more = [f"and {len(details) - limit} more"] if len(details) > limit else []
+    return "; ".join([*details[:limit], *more])

@@ -135,8 +135,7 @@ def _differences(
             expected = int(law.argmax()) if case.sampling.greedy else token_at(law, draw)
             if token != expected:
                 found = f"row {row} gets token {token} instead of {expected}"
-            elif probs is not None and not float(np.abs(probs[row] - law).max()) <= TOLERANCE:
-                error = float(np.abs(probs[row] - law).max())
+            elif probs is not None and not (error := np.abs(probs[row] - law).max()) <= TOLERANCE:
                 found = f"a probability of row {row} differs by {error:.1e}"
             if found:
                 how = "alone" if len(batch) == 1 else "in a batch"

@@ -65,7 +65,6 @@ class Subject:
         cfg: the resolved configuration of the user.
         small: the same with a small random float64 pair and few stages.
         claims: the losslessness that the verifier declares.
-        build: builds the parts of a configuration on a pair.
         full: whether the checks are the deeper ones of ``depth=full``.
         notes: results that checks share.
     """
@@ -208,7 +207,7 @@ def decode_steps(
 def hang_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in the block after ``seconds`` without a call of ``made_progress``.
 
-    It needs a timer of Unix and the main thread; elsewhere there is no limit.
+    It needs a timer of Unix and the main thread.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
