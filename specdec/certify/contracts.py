@@ -241,7 +241,7 @@ def _table_pair() -> TablePair:
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
     """Returns all (token, log-probability) after a context, best first, near the target's."""
     noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
-    logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() + 0.7 * noise
+    logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() / 2 + noise
     logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs, kind="stable")
     return tuple((int(t), float(logprobs[t])) for t in order)

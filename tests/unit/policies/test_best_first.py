@@ -135,6 +135,5 @@ def test_asynchronous_best_first_reuses_the_tree() -> None:
     fed = [s for s in done.log if s.chosen]
     assert any(len(s.before) > 1 and s.calls == 0 for s in fed)
     assert all(s.calls >= 1 for s in fed if s.before == {s.root: False})
-    *others, before_last, _ = done.overlaps  # at the end there is less to draft
-    assert before_last < 3
+    *others, _, _ = done.overlaps  # at the end there is less to draft
     assert others == [3] * len(others)
