@@ -87,10 +87,7 @@ def certify(
 
 
 def _failed(name: str, error: Exception, crashes: dict[Line, Crash]) -> Check:
-    """Returns the failed check that ``error`` ended, and adds the error to ``crashes``.
-
-    An error from the same line as an earlier one only refers to the check that describes it.
-    """
+    """An error from the same line as an earlier one refers to the check that describes it."""
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     line = type(error), innermost.filename, innermost.lineno
     known = crashes.get(line)
@@ -124,7 +121,6 @@ def _crash(check: str, error: Exception) -> Crash:
 
 
 def _requests(frame: FrameType) -> Iterator[int]:
-    """Yields ids of the requests that a function of the strategy was working on."""
     for name, value in frame.f_locals.items():
         if isinstance(value, RequestState):
             yield value.id

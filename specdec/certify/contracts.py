@@ -1,10 +1,9 @@
 """What sources, policies and executors owe the loop, as checks of a single part.
 
-``specdec verify`` shows that a whole composition decodes as plain decoding does. A part that breaks
-one of the rules below can still pass there, because other parts hide it: a source whose candidates
-depend on branches that were pruned only lowers the acceptance. These checks call a part alone, with
-random trees, commits and batches, or beside parts that are known by table. They raise an
-AssertionError that names the rule that is broken.
+A part that breaks one of the rules below can still pass ``specdec verify``, because other parts
+hide it: candidates that depend on branches that were pruned only lower the acceptance. These checks
+call a part alone, with random trees, commits and batches, or beside parts that are known by table,
+and raise an AssertionError that names the broken rule.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def _request(request_id: int, prompt: Any, sampling: SamplingParams) -> RequestS
 
 
 def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
-    """Admits a request whose prompt the target has seen."""
-    request.prefill_sent = request.num_prefill
+    request.prefill_sent = request.num_prefill  # the target has seen the prompt
     state.requests[request.id] = request
     source.open(request)
     return request
@@ -205,14 +203,10 @@ def _grow(tree: TokenTree, rng: np.random.Generator, vocab_size: int) -> None:
 
 
 def expansions(
-    state: DecodeState,
-    source: TokenSource,
-    rng: np.random.Generator,
-    vocab_size: int,
-    rounds: int = 5,
+    state: DecodeState, source: TokenSource, rng: np.random.Generator, vocab_size: int
 ) -> Iterator[tuple[dict[int, list[int]], int, Candidates]]:
     """Yields random expansions (slots by request, k, candidates), with commits between rounds."""
-    for _ in range(rounds):
+    for _ in range(5):
         for _ in range(int(rng.integers(1, 4))):
             slots = {}
             for request_id, request in state.requests.items():
@@ -298,7 +292,7 @@ class TableSource(TokenSource):
 
 @dataclass
 class Selection:
-    """What one ``select`` did for one request; contexts are whole sequences."""
+    """What one ``select`` did for one request."""
 
     request: int
     root: Context
@@ -431,14 +425,9 @@ def check_policy(
     for latency in latencies:
         logs = []
         for batch_size, silent in ((1, False), (1, False), (2, False), (2, True)):
+            given = {"latency": latency, "batch_size": batch_size, "prefill_chunk": 99}
             done = run_policy(
-                make(),
-                latency=latency,
-                num_requests=3,
-                batch_size=batch_size,
-                source=source(silent),
-                max_new_tokens=20,
-                prefill_chunk=99,
+                make(), source=source(silent), num_requests=3, max_new_tokens=20, **given
             )
             outputs = [tuple(request.output) for request in done.requests]
             assert outputs == plain, "not the target's own output"

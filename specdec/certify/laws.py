@@ -40,8 +40,7 @@ from specdec.types import FloatArray, IntArray, Lossless
 Table = tuple[tuple[float, ...], ...]
 """Logits of the next token (column) after each token (row, by its id modulo their number)."""
 
-FALSE_ALARM = 1e-6
-"""Chance that a lossless strategy fails a check of laws, over all tests of the check."""
+FALSE_ALARM = 1e-6  # of a check, over all of its tests
 
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
@@ -59,15 +58,13 @@ TARGET_TABLE: Table = (
     (0.1, 2.2, -0.4, 1.1, 0.6),
 )
 
-OPPOSED_TABLE: Table = (
+OPPOSED_TABLE: Table = (  # a draft that prefers other tokens
     (1.0, 4.0, 0.6, -2.0, 2.0),
     (3.0, 0.0, 2.0, 0.8, 0.2),
     (2.0, 0.6, 2.0, 0.4, -1.0),
     (0.8, 4.0, 0.2, 3.0, 2.0),
     (2.0, 2.0, 1.8, -0.6, 2.4),
 )
-"""A draft that prefers other tokens than the target."""
-
 
 # Percent: (target's row, draft's row). Each shows another fault of the tests of later siblings: a
 # shared draw, a residual that is not updated, a draft that is not renormalised.
@@ -85,8 +82,8 @@ def _logits(rows: Iterable[Sequence[float]]) -> Table:
 
 
 CROWDED_TABLES = _logits(target for target, _ in _SHARES), _logits(draft for _, draft in _SHARES)
-"""A target, and a draft that crowds one, two or three tokens, which are often rejected. The tests
-of the siblings after them then decide; with the opposed draft nearly all tests are certain.
+"""The draft crowds one, two or three tokens, which are often rejected: the tests of the siblings
+after them then decide; with the opposed draft nearly all tests are certain.
 """
 
 ONE_LAW_TABLES = _logits([(30, 25, 20, 15, 10)]), _logits([(10, 15, 20, 25, 30)])

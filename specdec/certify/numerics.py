@@ -155,7 +155,6 @@ def _single_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> FloatArray:
 
 
 def numerics(subject: Subject) -> Check:
-    """Checks that outputs of the configured models differ from plain decoding only at ties."""
     given = _Configured.of(subject, "numerics")
     if isinstance(given, Check):
         return given
@@ -212,12 +211,12 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
     """
     subject, vocab_size = given.subject, given.pair.vocab_size
     last = tuple(range(vocab_size - 3, vocab_size))
-    processors = (RepetitionPenaltyLogitsProcessor(1.2), _Favoured(last))
+    both = (RepetitionPenaltyLogitsProcessor(1.2), _Favoured(last))
     samplings = {
         "t=1": SamplingParams(temperature=1.0),
         "t=1.5 top_p=0.9": SamplingParams(temperature=1.5, top_p=0.9),
         "t=0.9 with processors": SamplingParams(
-            temperature=0.9, no_repeat_ngram=3, processors=processors
+            temperature=0.9, no_repeat_ngram=3, processors=both
         ),
     }
     if not subject.sampling.greedy:
@@ -244,7 +243,6 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
 
 
 def configured_law(subject: Subject) -> Check:
-    """Checks the law of sampled output with the configured models, and tokens if it claims them."""
     given = _Configured.of(subject, "configured_law")
     if isinstance(given, Check):
         return given
@@ -304,9 +302,7 @@ def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
     """Records float32[V], the draft's distribution after each committed prefix that has one."""
     found = dict[tuple[int, ...], FloatArray]()
 
-    def record(
-        verdicts: list[Verdict], _state: DecodeState, requests: Sequence[RequestState]
-    ) -> None:
+    def record(verdicts: list[Verdict], _: DecodeState, requests: Sequence[RequestState]) -> None:
         for request, verdict in zip(requests, verdicts, strict=True):
             tree = request.tree
             for node_id in (tree.root_id, *verdict.accepted_ids.tolist()):

@@ -114,9 +114,7 @@ class Watch:
     """The events recorded in one run.
 
     Attributes:
-        shadows: one per cache.
-        num_rows: rows of all passes, by model name.
-        counted_rows: by the source itself.
+        num_rows: rows of all passes, by model name; ``counted_rows`` by the source itself.
         expanded: (request, node id) that the source had to expand, and their ancestors.
         snapshots: each request's tree when last submitted, see ``snapshot``.
         beyond: (request, node id) -> position of submitted nodes that cannot be emitted.
@@ -191,10 +189,10 @@ class Watch:
 
     def step(self, commits: Sequence[Commit]) -> None:
         """Updates which committed tokens each cache has received, from the commits of a step."""
-        by_request = {commit.request: commit for commit in commits}
         for shadow in self.shadows:
-            if shadow.request is not None and shadow.request.id in by_request:
-                shadow.commit(by_request[shadow.request.id])
+            for commit in commits:
+                if shadow.request is not None and shadow.request.id == commit.request:
+                    shadow.commit(commit)
 
     def _record_expansion(self, state: DecodeState, nodes: Nodes, _k: int) -> None:
         for request_id, ids in nodes.items:

@@ -56,9 +56,13 @@ def sampled_parity(subject: Subject) -> Check:
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
     kinds = (("mixed", 3, VOCAB_SIZE), ("ties", 3, VOCAB_SIZE), ("wide", 2, WIDE_VOCAB_SIZE))
-    sizes = {"num_tokens": NUM_TOKENS}
     groups = (
-        (kind, parity_cases(samplings, per_sampling=n * subject.times, vocab_size=v, **sizes))
+        (
+            kind,
+            parity_cases(
+                samplings, per_sampling=n * subject.times, vocab_size=v, num_tokens=NUM_TOKENS
+            ),
+        )
         for kind, n, v in kinds
     )
     return _compared("sampled_parity", subject, groups)
@@ -68,7 +72,7 @@ def stop_rules(subject: Subject) -> Check:
     if subject.claims is Lossless.LOSSY:
         return Check("stop_rules", None, "a lossy output has no reference")
     groups = ((kind, list(_ending_cases(subject, kind))) for kind in ("perfect", "mixed"))
-    return _compared("stop_rules", subject, groups, prefill_chunk=_SMALL_CHUNK)
+    return _compared("stop_rules", subject, groups, _SMALL_CHUNK)
 
 
 def _ending_cases(subject: Subject, kind: str) -> Iterator[Case]:
@@ -149,19 +153,15 @@ def batch_independence(subject: Subject) -> Check:
 
 
 def _compared(
-    name: str,
-    subject: Subject,
-    groups: Iterable[tuple[str, Sequence[Case]]],
-    prefill_chunk: int = 512,
+    name: str, subject: Subject, groups: Iterable[tuple[str, Sequence[Case]]], chunk: int = 512
 ) -> Check:
     """Decodes the cases of each kind of pair (``Subject.model``); compares with plain decoding."""
     differing, positions = list[str](), list[int]()
     compared = tokens = accepted = misses = 0
     for kind, cases in groups:
         with subject.composed(kind) as parts:
-            outputs = decode_cases(
-                parts, cases, batch_size=subject.batch_size, prefill_chunk=prefill_chunk
-            )
+            sizes = {"batch_size": subject.batch_size, "prefill_chunk": chunk}
+            outputs = decode_cases(parts, cases, **sizes)
         for case in cases:
             compared += 1
             decoded = outputs.get(case.id)

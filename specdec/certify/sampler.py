@@ -1,8 +1,8 @@
 """Checks the sampler of the target's answers row by row against the reference (``oracle``).
 
-The answerer of the composed pair gets rows of generated logits that are hard cases: vocabularies
-longer than one block of a cumulative sum and no multiple of it, requests with different parameters
-in one batch, ids and seeds of more than 32 bits, unordered positions.
+The answerer gets rows of generated logits that are hard cases: vocabularies longer than one block
+of a cumulative sum and no multiple of it, requests with different parameters in one batch, ids and
+seeds of more than 32 bits, unordered positions.
 
 Shape letters: A rows, V vocabulary.
 """
@@ -67,7 +67,6 @@ _Rows = tuple[Case, TreeRows, FloatArray, FloatArray]
 
 
 def sampler(subject: Subject) -> Check:
-    """Checks that tokens and distributions of the target's rows are those of the reference."""
     pair = subject.pair("mixed")
     if not isinstance(pair, HuggingFacePair):
         return Check("sampler", None, "the models' answers are not sampled from logits")

@@ -26,8 +26,7 @@ from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams
 from specdec.types import Commit
 
-Build = Callable[[Mapping[str, Any], ModelPair], Parts]
-"""Builds parts from a configuration and a pair (default: ``compose``)."""
+Build = Callable[[Mapping[str, Any], ModelPair], Parts]  # by default ``compose``
 
 WIDE_VOCAB_SIZE = 600  # of "wide": larger than the block size in which a row is summed
 WINDOW = 2  # of "window": shorter than the sequences and tree paths that are checked
@@ -359,8 +358,5 @@ def _shrink_exit(
     if source.get("further_exits"):
         further = {min(small(layer, stages), num_layers - 1) for layer in source["further_exits"]}
         source["further_exits"] = sorted(layer for layer in further if layer > first) or None
-    return {
-        "num_layers": num_layers,
-        "exit_layer": first,
-        "exit_head": str(model.get("exit_head", "norm")),
-    }
+    head = str(model.get("exit_head", "norm"))
+    return {"num_layers": num_layers, "exit_layer": first, "exit_head": head}
