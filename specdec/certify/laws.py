@@ -216,7 +216,6 @@ def distribution(subject: Subject) -> Check:
         shapes |= {n: {"policy": policy, "serving": serving} for n, policy in _SHAPES.items()}
     vocabs = (_WIDE_VOCAB, _FULL_VOCAB)[: 1 + subject.full]
     per_shape = len(_SMALL_TABLES) * (1 + len(TARGET_TABLE) + NUM_PLACE_TESTS)
-    # Rows and all together, partitions.
     per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * (7 * 4 + NUM_PLACE_TESTS)
     found, farthest = Evidence(num_tests=len(shapes) * per_shape), 0.0
     for name, changes in shapes.items():

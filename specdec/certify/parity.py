@@ -117,7 +117,7 @@ def long_request(subject: Subject) -> Check:
         check = _compared("long_request", subject, [("long", cases)])
     except UserError as error:  # the configured cache is too small
         check = Check("long_request", None, str(error))
-    if problems := list(draw_problems(subject.draws, cases[0].id, num_positions)):
+    if problems := [*draw_problems(subject.draws, cases[0].id, num_positions)]:
         return Check("long_request", False, joined_details([check.detail, *problems]))
     return replace(check, detail=f"{check.detail}; {num_positions} positions of draws")
 

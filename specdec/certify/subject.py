@@ -54,7 +54,7 @@ def refuse(cfg: Mapping[str, Any]) -> None:
 
 
 class CannotCompose(UserError):
-    """The strategy cannot decode the models, which is no fault of either."""
+    """The strategy cannot decode the configured models, which is no fault of either."""
 
 
 class Subject:
@@ -141,15 +141,19 @@ class Subject:
         ``pair`` under ``model`` if it is used instead.
         """
         cfg = {**self.small, "model": self.model(kind), **changes}
-        with self.built(cfg, pair or self.pair(kind)) as parts:
+        with self.built(cfg, pair or self.pair(kind), configured=False) as parts:
             yield parts
 
     @contextmanager
-    def built(self, cfg: Mapping[str, Any], pair: ModelPair) -> Iterator[Parts]:
+    def built(
+        self, cfg: Mapping[str, Any], pair: ModelPair, *, configured: bool = True
+    ) -> Iterator[Parts]:
         try:
             parts = self.build(cfg, pair)
         except UserError as refusal:
-            raise CannotCompose(str(refusal)) from refusal
+            if configured:
+                raise CannotCompose(str(refusal)) from refusal
+            raise
         try:
             yield parts
         finally:
@@ -204,10 +208,7 @@ def decode_steps(
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after ``seconds`` without a call of ``made_progress``.
-
-    It needs a timer of Unix and the main thread.
-    """
+    """Raises TimeoutError after ``seconds`` without ``made_progress`` (on Unix, in the main thread)."""
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
         yield
@@ -251,10 +252,9 @@ def _on_ranks(executor: Mapping[str, Any]) -> bool:
 
 
 def _shrink(executor: dict[str, Any]) -> int:
-    """Limits the stages of a pipeline; returns its number of devices, 0 if it is no pipeline.
+    """Limits stages and degrees; returns the number of devices, 0 if it is no pipeline.
 
-    The limit is ``MAX_STAGES`` in one process, where further stages run the same code again, and
-    ``MAX_RANKS`` over processes. Tensor-parallel degrees are limited to ``MAX_STAGES``.
+    More than ``MAX_STAGES`` in one process would run the same code again.
     """
     limit = MAX_RANKS if _on_ranks(executor) else MAX_STAGES
     most = {"target_degree": MAX_STAGES, "draft_degree": MAX_STAGES, "stages": limit}
