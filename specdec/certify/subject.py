@@ -208,7 +208,7 @@ def decode_steps(
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError after ``seconds`` without ``made_progress`` (Unix, in the main thread)."""
+    """Raises TimeoutError after ``seconds`` without ``made_progress``; needs the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
         yield
