@@ -24,16 +24,8 @@ from specdec.certify.cases import Case, ending_cases, parity_cases
 from specdec.certify.certify import certify
 from specdec.certify.contracts import check_executor, check_policy, check_source
 from specdec.certify.invariants import Fresh
-from specdec.certify.laws import (
-    FALSE_ALARM,
-    OPPOSED_TABLE,
-    TARGET_TABLE,
-    chi_square,
-    pair_counts,
-    pair_laws,
-    total_variation,
-)
-from specdec.certify.observing import ObservedPair, Watch
+from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE, log_evidence
+from specdec.certify.observing import Watch
 from specdec.certify.oracle import Oracle, plain_decode, reference_probs, reference_token
 from specdec.certify.subject import Decoded, Subject, decode_cases, decode_steps
 from specdec.compose.workbench import Parts, Workbench
@@ -48,7 +40,6 @@ __all__ = [
     "Check",
     "Decoded",
     "Fresh",
-    "ObservedPair",
     "Oracle",
     "RandomPair",
     "Report",
@@ -61,17 +52,14 @@ __all__ = [
     "check_executor",
     "check_policy",
     "check_source",
-    "chi_square",
     "decode_cases",
     "decode_steps",
     "ending_cases",
-    "pair_counts",
-    "pair_laws",
+    "log_evidence",
     "parity_cases",
     "plain_decode",
     "reference_probs",
     "reference_token",
-    "total_variation",
 ]
 
 

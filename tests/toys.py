@@ -49,11 +49,7 @@ def cases(num_tokens: int = 16) -> tuple[Case, ...]:
 @cache
 def plain(case: Case) -> tuple[int, ...]:
     """The target's own output for a case."""
-    return (
-        oracle()
-        .decode(prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop)
-        .output
-    )
+    return oracle().decode(case).output
 
 
 def assert_plain(outputs: dict[int, Any], wanted: Sequence[Case]) -> None:

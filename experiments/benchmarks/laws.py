@@ -41,7 +41,6 @@ from specdec.certify.laws import (
     TARGET_TABLE,
     Table,
     log_evidence,
-    total_variation,
 )
 from specdec.certify.oracle import reference_probs
 from specdec.certify.subject import Subject, decode_cases
@@ -148,6 +147,20 @@ def counts_of(
             tokens = np.array([outputs[case.id].output for case in cases])
             counts += np.bincount(tokens @ weights, minlength=len(counts))
     return counts
+
+
+def total_variation(
+    counts: IntArray, law: FloatArray, *, false_alarm: float
+) -> tuple[float, float]:
+    """Returns the total variation of counts[C] from ``law``[C], and its bound.
+
+    For N counts drawn from ``law`` the mean is at most sqrt(cells / N) / 2, and by McDiarmid's
+    inequality the mean is exceeded by t with probability at most exp(-2 N t ** 2).
+    """
+    num = int(counts.sum())
+    mean = np.sqrt(np.count_nonzero(law) / num) / 2
+    slack = np.sqrt(np.log(1 / false_alarm) / (2 * num))
+    return float(np.abs(counts / num - law).sum() / 2), float(mean + slack)
 
 
 def tested(

@@ -5,7 +5,7 @@ A case's id is the prompt id that keys its draws; ids are unique within a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -31,7 +31,13 @@ WITH_HISTORY: dict[str, SamplingParams] = {
 }
 """Greedy transforms that depend on the preceding tokens."""
 
-_LETTERS = 4
+MIXED_RULES = {
+    "greedy": GREEDY,
+    "t=1": TEMPERATURES_AND_FILTERS["t=1"],
+    "no_repeat_ngram=2": WITH_HISTORY["no_repeat_ngram=2"],
+}
+
+VOCAB_SIZE = 96
 _MANY_BYTES = "\u4e2d\U0001f642\u6587\U0001f680"  # CJK and emoji
 
 
@@ -44,11 +50,9 @@ class Case:
     stop: StopRules
 
     def request(self) -> RequestState:
+        prompt = np.array(self.prompt, np.int64)
         return RequestState(
-            request_id=self.id,
-            prompt=np.array(self.prompt, np.int64),
-            stop=self.stop,
-            sampling=self.sampling,
+            request_id=self.id, prompt=prompt, stop=self.stop, sampling=self.sampling
         )
 
 
@@ -65,64 +69,51 @@ class Decoded:
         return "the target" if origin == TARGET_ORIGIN else f"source {origin}"
 
 
-def letters(tokens: Sequence[int]) -> str:
-    """Decodes each token to two letters, so that stop strings can cross token boundaries."""
-    return "".join(
-        chr(97 + token % _LETTERS) + chr(97 + token // _LETTERS % _LETTERS) for token in tokens
-    )
+def _joined(piece: Callable[[int], str]) -> Callable[[Sequence[int]], str]:
+    return lambda tokens: "".join(map(piece, tokens))
 
 
-def syllables(tokens: Sequence[int]) -> str:
-    """Decodes each token to three letters of its own and a hyphen."""
-    return "".join(
-        f"{chr(97 + token % 5)}{chr(102 + token // 5 % 5)}{chr(107 + token // 25 % 15)}-"
-        for token in tokens
-    )
+letters = _joined(lambda t: chr(97 + t % 4) + chr(97 + t // 4 % 4))
+"""Decodes each token to two letters, so that stop strings can cross token boundaries."""
+
+_syllables = _joined(
+    lambda t: f"{chr(97 + t % 5)}{chr(102 + t // 5 % 5)}{chr(107 + t // 25 % 15)}-"
+)
+_sparse = _joined(lambda t: "" if t % 3 else chr(97 + t // 3 % 6) + chr(103 + t // 18 % 6))
 
 
-def sparse_text(tokens: Sequence[int]) -> str:
-    """Decodes every third token id to two letters, and the others to nothing, as special tokens."""
-    return "".join(
-        chr(97 + token // 3 % 6) + chr(103 + token // 3 // 6 % 6)
-        for token in tokens
-        if token % 3 == 0
-    )
-
-
-def byte_text(output: Sequence[int]) -> Callable[[Sequence[int]], str]:
+def _byte_text(output: Sequence[int]) -> Callable[[Sequence[int]], str]:
     """Returns a decoder of single bytes, by which ``output`` is text of three and four bytes each.
 
     A part of a character is a replacement character, as tokenizers with byte fallback decode it.
     """
     distinct = dict.fromkeys(output)
-    data = (_MANY_BYTES * len(distinct)).encode()
-    byte_of = dict(zip(distinct, data, strict=False))
-
-    def decode(tokens: Sequence[int]) -> str:
-        return bytes(byte_of.get(token, 63) for token in tokens).decode(errors="replace")
-
-    return decode
+    byte_of = dict(zip(distinct, (_MANY_BYTES * len(distinct)).encode(), strict=False))
+    return lambda tokens: bytes(byte_of.get(t, 63) for t in tokens).decode(errors="replace")
 
 
-def random_prompt(index: int, length: int, vocab_size: int) -> tuple[int, ...]:
+def random_prompt(index: int, length: int, vocab_size: int = VOCAB_SIZE) -> tuple[int, ...]:
     rng = np.random.default_rng([index, length])
     return tuple(rng.integers(1, vocab_size, length).tolist())
 
 
 def parity_cases(
-    samplings: dict[str, SamplingParams], *, per_sampling: int, vocab_size: int, num_tokens: int
+    samplings: Mapping[str, SamplingParams],
+    *,
+    per_sampling: int,
+    num_tokens: int,
+    vocab_size: int = VOCAB_SIZE,
 ) -> list[Case]:
     """Creates ``per_sampling`` requests under each transform, with prompts of 1 to 13 tokens."""
-    lengths = (1, 6, 13, 3)
-    stop = StopRules(max_new_tokens=num_tokens)
-    cases = []
-    for number, (name, params) in enumerate(samplings.items()):
-        for i in range(per_sampling):
-            index = number * per_sampling + i
-            length = lengths[index % len(lengths)]
-            prompt = random_prompt(index, length, vocab_size)
-            label = f"{name}, prompt of {length} tokens"
-            cases.append(Case(11 + 3 * index, label, prompt, params, stop))
+    stop, cases = StopRules(max_new_tokens=num_tokens), list[Case]()
+    for name in (name for name in samplings for _ in range(per_sampling)):
+        index = len(cases)
+        length = (1, 6, 13, 3)[index % 4]
+        prompt, label = (
+            random_prompt(index, length, vocab_size),
+            f"{name}, prompt of {length} tokens",
+        )
+        cases.append(Case(11 + 3 * index, label, prompt, samplings[name], stop))
     return cases
 
 
@@ -136,22 +127,22 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
     for at in places[:: 1 + len(places) // 8]:
         stop = StopRules(max_new_tokens=length, eos_ids=frozenset([output[at]]))
         yield replace(base, id=next(ids), label=f"{base.label}, EOS is token {at}", stop=stop)
-    texts: dict[str, tuple[Callable[[Sequence[int]], str], tuple[tuple[int, int], ...]]] = {
-        "letters": (letters, ((1, 3),)),  # half a token and a whole one
-        "syllables": (syllables, ((1, 2), (2, 8))),  # within a token, and across three
-        "tokens without text": (sparse_text, ((0, 3),)),
-        "bytes": (byte_text(output), ((0, 2), (0, 5))),
-    }
-    for name, (decode, pieces) in texts.items():
+    in_bytes = _byte_text(output)
+    for name, decode, first, size in (
+        ("letters", letters, 1, 3),  # half a token and a whole one
+        ("syllables", _syllables, 1, 2),  # within a token
+        ("syllables", _syllables, 2, 8),  # across three
+        ("tokens without text", _sparse, 0, 3),
+        ("bytes", in_bytes, 0, 2),
+        ("bytes", in_bytes, 0, 5),
+    ):
         text = decode(output)
-        for first, size in pieces:
-            starts = range(first, len(text) - size + 1)
-            strings = [text[start : start + size] for start in starts]
-            whole = list(dict.fromkeys(s for s in strings if "\ufffd" not in s))
-            for string in whole[:: 1 + len(whole) // 6]:
-                stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=decode)
-                label = f"{base.label}, {name}, stop string {string!a}"
-                yield replace(base, id=next(ids), label=label, stop=stop)
+        strings = [text[start : start + size] for start in range(first, len(text) - size + 1)]
+        whole = list(dict.fromkeys(s for s in strings if "\ufffd" not in s))
+        for string in whole[:: 1 + len(whole) // 6]:
+            stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=decode)
+            label = f"{base.label}, {name}, stop string {string!a}"
+            yield replace(base, id=next(ids), label=label, stop=stop)
     for limit in range(1, min(length, 7)):
         label = f"{base.label}, max_new_tokens={limit}"
         yield replace(base, id=next(ids), label=label, stop=StopRules(max_new_tokens=limit))

@@ -1,62 +1,46 @@
 """What sources, policies and executors owe the loop, as checks of a single part.
 
-``specdec verify`` shows that a whole composition decodes as plain decoding does. A part that breaks
-one of the rules below can still pass there, because other parts hide it: a source whose candidates
-depend on branches that were pruned only lowers the acceptance. These checks call a part alone, with
-random trees, commits and batches, or beside parts that are known by table.
+A part that breaks one of the rules below can still pass ``specdec verify``, because other parts
+hide it: candidates that depend on branches that were pruned only lower the acceptance. These checks
+call a part alone, with random trees, commits and batches, or beside parts that are known by table,
+and raise an AssertionError that names the broken rule.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases
-from specdec.certify.oracle import Oracle
+from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, parity_cases
+from specdec.certify.observing import observe
+from specdec.certify.oracle import Oracle, plain_decode
 from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Workbench, planned
 from specdec.device import on_host
-from specdec.interfaces import Events, Executor, TokenSource, TreePolicy
-from specdec.loop import decode
-from specdec.pairs import RandomPair
+from specdec.interfaces import Executor, TokenSource, TreePolicy
+from specdec.pairs import RandomPair, TablePair
 from specdec.policies import Chain, FixedWidth, RootOnly
 from specdec.policies.tree_growth import last_position
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
-from specdec.serving.scheduler import FifoScheduler
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.tree import TokenTree
-from specdec.types import (
-    NO_NODE,
-    Answers,
-    Batch,
-    Candidates,
-    Commit,
-    Nodes,
-    Output,
-    Verdict,
-)
+from specdec.types import NO_NODE, Answers, Batch, Candidates, Commit, Nodes, Output, Verdict
 from specdec.verifiers import MatchVerifier
 
 _SAMPLING = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
-_LONG = StopRules(max_new_tokens=200)
 _REQUESTS = (4001, 4002)
 _MAX_STEPS = 5000
 _TABLE_VOCAB = 20
 
-Context = tuple[int, ...]
-"""Tokens of a prompt and of what follows it."""
-
-
-# ---------------------------------------------------------------------- sources
+Context = tuple[int, ...]  # tokens of a prompt and of what follows it
 
 
 def check_source(
@@ -83,16 +67,27 @@ def check_source(
         memory: whether earlier text may change the candidates (a cache of suffixes); the second and
             third rule are then not checked.
         tolerance: of log-probabilities and probabilities that are compared.
-        seed: of prompts and trees.
 
     Returns:
         Number of nodes that were expanded.
-
-    Raises:
-        AssertionError: names the rule that is broken.
     """
     rng = np.random.default_rng(seed)
     source, state = make(), _state(seed)
+
+    def check_as_new(
+        found: Candidates, row: int, request_id: int, path: Any, k: int, what: str
+    ) -> None:
+        other, fresh_state = make(), _state(seed)
+        open_request(fresh_state, other, _request(request_id, path, sampling))
+        fresh = expand(fresh_state, other, {request_id: [0]}, k)
+        num = int(fresh.counts[0])
+        assert found.counts[row] == num, what
+        assert found.tokens[row, :num].tolist() == fresh.tokens[0, :num].tolist(), what
+        same = partial(np.allclose, atol=tolerance, rtol=0.0)
+        assert same(found.logprobs[row, :num], fresh.logprobs[0, :num]), what
+        if found.probs is not None and fresh.probs is not None:
+            assert same(on_host(found.probs)[row], on_host(fresh.probs)[0]), what
+
     prompts = {i: rng.integers(0, vocab_size, rng.integers(1, 40)) for i in _REQUESTS}
     for request_id, prompt in prompts.items():
         open_request(state, source, _request(request_id, prompt, sampling))
@@ -104,8 +99,7 @@ def check_source(
         for row, (request_id, slot) in enumerate(() if memory else nodes):
             path = state.requests[request_id].path_tokens(slot)
             what = f"the candidates after {path.tolist()} depend on more than these tokens"
-            fresh = _of_a_new_source(make, request_id, path, sampling, k, seed)
-            _assert_same(found, row, fresh, what, tolerance)
+            check_as_new(found, row, request_id, path, k, what)
     for request_id in _REQUESTS:
         source.close(request_id)
         del state.requests[request_id]
@@ -114,52 +108,24 @@ def check_source(
         path = rng.integers(0, vocab_size, 12)
         open_request(state, source, _request(_REQUESTS[0], path, sampling))
         found = expand(state, source, {_REQUESTS[0]: [0]}, 3)
-        fresh = _of_a_new_source(make, _REQUESTS[0], path, sampling, 3, seed)
         what = "a closed request has left something to the next one with its id"
-        _assert_same(found, 0, fresh, what, tolerance)
+        check_as_new(found, 0, _REQUESTS[0], path, 3, what)
     return num_nodes
 
 
 def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
-    assert found.tokens.shape == found.logprobs.shape, "tokens and logprobs differ in shape"
-    assert found.tokens.shape[1] <= k, f"more than k={k} candidates"
-    assert found.tokens.dtype == found.counts.dtype == np.int64, "tokens and counts must be int64"
-    for tokens, logprobs, count in zip(
-        found.tokens, found.logprobs, found.counts.tolist(), strict=True
-    ):
-        assert len({*tokens[:count].tolist()}) == count, "candidates of a node must differ"
-        assert (logprobs[:count] <= 0).all(), "log-probabilities must be at most 0"
-    has = found.probs is not None
-    stated = source.gives_probs
-    assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
+    tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
+    assert tokens.shape == logprobs.shape, "tokens and logprobs differ in shape"
+    assert tokens.shape[1] <= k, f"more than k={k} candidates"
+    assert tokens.dtype == counts.dtype == np.int64, "tokens and counts must be int64"
+    for row, count in enumerate(counts.tolist()):
+        assert len({*tokens[row, :count].tolist()}) == count, "candidates of a node must differ"
+        assert (logprobs[row, :count] <= 0).all(), "log-probabilities must be at most 0"
+    has, stated = found.probs is not None, source.gives_probs
+    assert has == stated or not counts.any(), f"gives_probs={stated}, probs given: {has}"
     if found.probs is not None:
         rows = on_host(found.probs)[found.counts > 0]
         assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
-
-
-def _of_a_new_source(
-    make: Callable[[], TokenSource],
-    request_id: int,
-    path: Any,
-    sampling: SamplingParams,
-    k: int,
-    seed: int,
-) -> Candidates:
-    source, state = make(), _state(seed)
-    open_request(state, source, _request(request_id, path, sampling))
-    return expand(state, source, {request_id: [0]}, k)
-
-
-def _assert_same(
-    found: Candidates, row: int, fresh: Candidates, what: str, tolerance: float
-) -> None:
-    num = int(fresh.counts[0])
-    assert found.counts[row] == num, what
-    assert found.tokens[row, :num].tolist() == fresh.tokens[0, :num].tolist(), what
-    same = partial(np.allclose, atol=tolerance, rtol=0.0)
-    assert same(found.logprobs[row, :num], fresh.logprobs[0, :num]), what
-    if found.probs is not None and fresh.probs is not None:
-        assert same(on_host(found.probs)[row], on_host(fresh.probs)[0]), what
 
 
 def _state(seed: int = 0) -> DecodeState:
@@ -167,14 +133,12 @@ def _state(seed: int = 0) -> DecodeState:
 
 
 def _request(request_id: int, prompt: Any, sampling: SamplingParams) -> RequestState:
-    return RequestState(
-        request_id=request_id, prompt=np.asarray(prompt), stop=_LONG, sampling=sampling
-    )
+    tokens = tuple(np.asarray(prompt).tolist())
+    return Case(request_id, "", tokens, sampling, StopRules(max_new_tokens=200)).request()
 
 
 def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
-    """Admits a request whose prompt the target has seen."""
-    request.prefill_sent = request.num_prefill
+    request.prefill_sent = request.num_prefill  # the target has seen the prompt
     state.requests[request.id] = request
     source.open(request)
     return request
@@ -184,12 +148,10 @@ def expand(
     state: DecodeState, source: TokenSource, slots: Mapping[int, Sequence[int]], k: int
 ) -> Candidates:
     """Expands the nodes at ``slots`` (by request) and stores the result, as policies do."""
-    items = tuple((i, state.requests[i].tree.ids[list(own)]) for i, own in slots.items())
-    nodes = Nodes(items)
+    nodes = Nodes(tuple((i, state.requests[i].tree.ids[list(own)]) for i, own in slots.items()))
     candidates, num = source.expand(state, nodes, k), len(nodes)
-    assert len(candidates.tokens) == len(candidates.counts) == num, (
-        f"{num} nodes must give {num} rows"
-    )
+    sizes = {len(candidates.tokens), len(candidates.counts)}
+    assert sizes == {num}, f"{num} nodes must give {num} rows"
     state.set_candidates(nodes, candidates)
     return candidates
 
@@ -241,14 +203,10 @@ def _grow(tree: TokenTree, rng: np.random.Generator, vocab_size: int) -> None:
 
 
 def expansions(
-    state: DecodeState,
-    source: TokenSource,
-    rng: np.random.Generator,
-    vocab_size: int,
-    rounds: int = 5,
+    state: DecodeState, source: TokenSource, rng: np.random.Generator, vocab_size: int
 ) -> Iterator[tuple[dict[int, list[int]], int, Candidates]]:
     """Yields random expansions (slots by request, k, candidates), with commits between rounds."""
-    for _ in range(rounds):
+    for _ in range(5):
         for _ in range(int(rng.integers(1, 4))):
             slots = {}
             for request_id, request in state.requests.items():
@@ -265,49 +223,30 @@ def expansions(
             commit(state, [source], request_id, path, token)
 
 
-# ---------------------------------------------------------------------- policies
-
-
-def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
-    """Returns all (token, log-probability) after a context, best first.
-
-    They depend on its last two tokens, so a tree can be recomputed from nothing.
-    """
-    return _table_children(context[-2:], salt)
+@cache
+def _table_pair() -> TablePair:
+    """A target whose best token has two thirds of the probability; its draft is not used."""
+    probs = np.random.default_rng(0).dirichlet(np.full(_TABLE_VOCAB, 0.04), _TABLE_VOCAB)
+    table = np.log(probs + 1e-6).tolist()
+    return TablePair(target=table, draft=table)
 
 
 @cache
-def _table_children(context: Context, salt: int) -> tuple[tuple[int, float], ...]:
-    rng = np.random.default_rng((salt, *context))
-    probs = rng.dirichlet(np.full(_TABLE_VOCAB, 0.15)) + 1e-6 * rng.random(_TABLE_VOCAB)
-    logprobs = np.log(probs / probs.sum())
+def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
+    """Returns all (token, log-probability) after a context, best first, near the target's."""
+    noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
+    logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() / 2 + noise
+    logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs, kind="stable")
     return tuple((int(t), float(logprobs[t])) for t in order)
 
 
-def table_target(context: Context) -> int:
-    """Returns the target's next token: mostly a first guess of the table, sometimes none of it."""
-    rank = (0, 0, 0, 0, 0, 0, 1, 1, 2, _TABLE_VOCAB - 1)[zlib.crc32(bytes(context)) % 10]
-    return table_children(context)[rank][0]
-
-
-def table_output(prompt: Sequence[int], num: int) -> list[int]:
-    """Returns what ``table_target`` says by itself, int[num]."""
-    context = tuple(prompt)
-    for _ in range(num):
-        context = (*context, table_target(context))
-    return list(context[len(prompt) :])
-
-
 class TableSource(TokenSource):
-    """A source that proposes ``table_children`` and records the expanded nodes.
+    """A source that proposes ``table`` (context -> [(token, logprob)]).
 
-    It refuses a node that it has answered before, an empty call, and a request named twice.
-
-    Attributes:
-        calls: per call, {request: contexts of the nodes}; its ``k`` is in ``widths``.
-        silent: contexts for which it has no answer (count 0).
-        table: context -> [(token, logprob)].
+    It has no answer for ``silent`` contexts. ``calls`` has {request: contexts of the nodes} of each
+    call, ``widths`` its ``k``. It refuses a node that it has answered before, an empty call, and a
+    request named twice.
     """
 
     def __init__(
@@ -318,8 +257,7 @@ class TableSource(TokenSource):
         cheap: TokenSource | None = None,
     ) -> None:
         self.vocab_size = _TABLE_VOCAB
-        self.silent = silent
-        self.table = table
+        self.silent, self.table = silent, table
         self.calls: list[dict[int, list[Context]]] = []
         self.widths: list[int] = []
         self._answered: set[tuple[int, int]] = set()
@@ -329,138 +267,38 @@ class TableSource(TokenSource):
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         assert len(nodes), "a source is called without nodes"
         assert len({r for r, _ in nodes.items}) == len(nodes.items), "a request is named twice"
-        found = Candidates.empty(len(nodes), k)
-        call: dict[int, list[Context]] = {}
-        row = 0
-        for request_id, ids in nodes.items:
+        found, call = Candidates.empty(len(nodes), k), dict[int, list[Context]]()
+        for request_id, ids, rows in nodes.packed():
             assert len(ids), "a request without nodes must be left out"
             request = state.requests[request_id]
-            for node_id, slot in zip(ids.tolist(), request.tree.slots(ids).tolist(), strict=True):
-                context = tuple(request.path_tokens(slot).tolist())
-                call.setdefault(request_id, []).append(context)
-                if not self.silent(context):
-                    key = (request_id, node_id)
-                    assert key not in self._answered, "a node is expanded twice"
-                    self._answered.add(key)
-                    best = self.table(context)[:k]
-                    found.counts[row] = len(best)
-                    for column, (token, logprob) in enumerate(best):
-                        found.tokens[row, column] = token
-                        found.logprobs[row, column] = logprob
-                row += 1
+            slots = request.tree.slots(ids).tolist()
+            call[request_id] = [tuple(request.path_tokens(slot).tolist()) for slot in slots]
+            for row, (node_id, context) in enumerate(
+                zip(ids.tolist(), call[request_id], strict=True), rows.start
+            ):
+                if self.silent(context):
+                    continue
+                key = (request_id, node_id)
+                assert key not in self._answered, "a node is expanded twice"
+                self._answered.add(key)
+                best = self.table(context)[:k]
+                found.counts[row] = len(best)
+                found.tokens[row, : len(best)] = [token for token, _ in best]
+                found.logprobs[row, : len(best)] = [logprob for _, logprob in best]
         self.calls.append(call)
         self.widths.append(k)
         return found
 
 
-class TableExecutor(Executor):
-    """A pipeline of ``latency`` steps that answers with ``table_target``."""
-
-    def __init__(self, state: DecodeState, latency: int) -> None:
-        self.latency = self.in_flight = latency
-        self.batches: list[Batch] = []
-        self._state = state
-        self._flying: list[dict[int, dict[int, Context]]] = [{} for _ in range(latency - 1)]
-
-    def submit(self, batch: Batch) -> None:
-        self.batches.append(batch)
-        contexts: dict[int, dict[int, Context]] = {}
-        for rows in batch.trees:
-            request = self._state.requests[rows.request]
-            slots = request.tree.slots(rows.node_ids).tolist()
-            contexts[rows.request] = {
-                node_id: tuple(request.path_tokens(slot).tolist())
-                for node_id, slot in zip(rows.node_ids.tolist(), slots, strict=True)
-            }
-        self._flying.append(contexts)
-
-    def collect(self, *, wait: bool = True) -> Output:
-        answers = []
-        for request_id, contexts in self._flying.pop(0).items():
-            ids = np.array(list(contexts), np.int64)
-            tokens = np.array([table_target(c) for c in contexts.values()], np.int64)
-            if len(ids):
-                answers.append(Answers(request=request_id, node_ids=ids, tokens=tokens))
-        return Output(step=self._state.step, answers=tuple(answers))
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        for commit in commits:
-            for contexts in self._flying:
-                before = contexts.get(commit.request, {})
-                kept = commit.keeps(np.array(list(before), np.int64))
-                contexts[commit.request] = {
-                    node_id: before[node_id]
-                    for node_id, keep in zip(list(before), kept, strict=True)
-                    if keep
-                }
-
-    def close(self, request_id: int) -> None:
-        for contexts in self._flying:
-            contexts.pop(request_id, None)
-
-
 @dataclass
 class Selection:
-    """What one ``select`` did for one request; contexts are whole sequences."""
+    """What one ``select`` did for one request."""
 
     request: int
     root: Context
-    before: dict[Context, bool]
-    """Nodes of the tree before it -> expanded."""
+    before: dict[Context, bool]  # nodes of the tree before it -> expanded
     chosen: list[Context]
-    calls: int
-    """Of the source, for all requests."""
-
-
-@dataclass
-class CheckedPolicy(TreePolicy):
-    """Passes calls on to a policy and asserts the first rule of ``check_policy``."""
-
-    policy: TreePolicy
-    source: TableSource
-    log: list[Selection] = field(default_factory=list)
-    overlaps: list[int] = field(default_factory=list)
-    """Calls of the source in each ``overlap``."""
-
-    def __post_init__(self) -> None:
-        self.value_dependent = self.policy.value_dependent
-
-    def open(self, request: RequestState) -> None:
-        self.policy.open(request)
-
-    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        before = {r.id: (tree_contexts(r), r.awaiting) for r in state.requests.values()}
-        num_calls = len(self.source.calls)
-        nodes = self.policy.select(state, source)
-        chosen = dict(nodes.items)
-        assert len(chosen) == len(nodes.items), "a request is named twice"
-        for request in state.requests.values():
-            contexts, awaiting = before[request.id]
-            ids = chosen.get(request.id, np.zeros(0, np.int64))
-            _check_selection(request, ids, awaiting=self.policy.serial and awaiting)
-            slots = request.tree.slots(ids).tolist()
-            self.log.append(
-                Selection(
-                    request=request.id,
-                    root=tuple(request.tokens.tolist()),
-                    before=contexts,
-                    chosen=[tuple(request.path_tokens(slot).tolist()) for slot in slots],
-                    calls=len(self.source.calls) - num_calls,
-                )
-            )
-        return nodes
-
-    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        num_calls = len(self.source.calls)
-        hurry = self.policy.overlap(state, source, events)
-        self.overlaps.append(len(self.source.calls) - num_calls)
-        return hurry
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        self.policy.commit(commits, output)
-
-    def close(self, request_id: int) -> None:
-        self.policy.close(request_id)
+    calls: int  # of the source, for all requests
 
 
 def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None:
@@ -477,26 +315,27 @@ def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None
         assert request.prefill_sent == request.num_prefill, "the prompt is not yet computed"
         assert not request.finished, "the request has finished"
         assert not awaiting, "a serial policy submits while answers are awaited"
-    pairs = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
-    assert len({*pairs}) == len(pairs), "two children of a node carry the same token"
+    pairs = {*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}
+    assert len(pairs) == len(tree), "two children of a node carry the same token"
 
 
 def tree_contexts(request: RequestState) -> dict[Context, bool]:
     """Returns the nodes of a request's tree -> whether they are expanded."""
-    return {
-        tuple(request.path_tokens(slot).tolist()): bool(request.tree.expanded[slot])
-        for slot in range(len(request.tree))
-    }
+    slots = enumerate(request.tree.expanded.tolist())
+    return {tuple(request.path_tokens(slot).tolist()): expanded for slot, expanded in slots}
 
 
 @dataclass
 class TableRun:
-    """What ``run_policy`` has decoded."""
-
     requests: list[RequestState]
-    policy: CheckedPolicy
-    source: TableSource
-    steps: int
+    log: list[Selection] = field(default_factory=list)
+    overlaps: list[int] = field(default_factory=list)  # calls of the source in each ``overlap``
+    steps: int = 0
+
+
+def _table_cases(num: int, max_new_tokens: int) -> list[Case]:
+    stop, sampling = StopRules(max_new_tokens=max_new_tokens), TEMPERATURES_AND_FILTERS["t=1"]
+    return [Case(i, "", tuple(range(i, i + 1 + 3 * i)), sampling, stop) for i in range(num)]
 
 
 def run_policy(
@@ -510,37 +349,39 @@ def run_policy(
     prefill_chunk: int = 4,
 ) -> TableRun:
     """Decodes prompts of 1, 4, 7, ... tokens with the real loop, and checks every selection."""
-    source = source or TableSource()
-    checked = CheckedPolicy(policy, source)
-    requests = [
-        RequestState(
-            request_id=i,
-            prompt=np.arange(i, i + 1 + 3 * i),
-            stop=StopRules(max_new_tokens=max_new_tokens),
-            sampling=GREEDY,
-        )
-        for i in range(num_requests)
-    ]
-    state = _state()
-    executor = TableExecutor(state, latency)
-    scheduler = FifoScheduler(
-        requests=requests,
-        parts=(checked, source, executor),
-        batch_size=batch_size,
-        prefill_chunk=prefill_chunk,
+    asked = source or TableSource()
+    done = TableRun([case.request() for case in _table_cases(num_requests, max_new_tokens)])
+    before, num_calls = dict[int, tuple[dict[Context, bool], bool]](), [0]
+
+    def starts(state: DecodeState, *_: object) -> None:
+        before.update({r.id: (tree_contexts(r), r.awaiting) for r in state.requests.values()})
+        num_calls[:] = [len(asked.calls)]
+
+    def selected(nodes: Nodes, state: DecodeState, _: TokenSource) -> None:
+        chosen = dict(nodes.items)
+        assert len(chosen) == len(nodes.items), "a request is named twice"
+        for request in state.requests.values():
+            contexts, awaiting = before[request.id]
+            ids = chosen.get(request.id, np.zeros(0, np.int64))
+            _check_selection(request, ids, awaiting=policy.serial and awaiting)
+            root, slots = tuple(request.tokens.tolist()), request.tree.slots(ids).tolist()
+            paths = [tuple(request.path_tokens(slot).tolist()) for slot in slots]
+            calls = len(asked.calls) - num_calls[0]
+            done.log.append(Selection(request.id, root, contexts, paths, calls))
+
+    def overlapped(*_: object) -> None:
+        done.overlaps.append(len(asked.calls) - num_calls[0])
+
+    observe(policy, "select", before=starts, after=selected)
+    observe(policy, "overlap", before=starts, after=overlapped)
+    parts = Workbench(_table_pair()).parts(
+        source=asked, policy=policy, verifier=MatchVerifier(), stages=latency
     )
-    steps = 0
-    for _ in decode(
-        state=state,
-        scheduler=scheduler,
-        policy=checked,
-        source=source,
-        verifier=MatchVerifier(),
-        executor=executor,
-    ):
-        steps += 1
-        assert steps < _MAX_STEPS, f"no end after {steps} steps"
-    return TableRun(requests, checked, source, steps)
+    state = parts.new_state()
+    for _ in parts.decode(state, done.requests, batch_size=batch_size, prefill_chunk=prefill_chunk):
+        assert state.step < _MAX_STEPS, f"no end after {state.step} steps"
+    done.steps = state.step
+    return done
 
 
 def check_policy(
@@ -562,11 +403,7 @@ def check_policy(
     Args:
         make: makes a new policy; called often.
         make_source: makes the source; its argument says whether it knows nothing of some contexts.
-            Default: a ``TableSource``.
         latencies: of the target, in steps.
-
-    Raises:
-        AssertionError: names the rule that is broken.
     """
 
     def source(silent: bool) -> TableSource:
@@ -574,25 +411,6 @@ def check_policy(
             return make_source(silent)
         return TableSource(silent=lambda c: silent and sum(c[-2:]) % 3 == 0)
 
-    for latency in latencies:
-        logs = []
-        for batch_size, silent in ((1, False), (1, False), (2, False), (2, True)):
-            done = run_policy(
-                make(),
-                latency=latency,
-                num_requests=3,
-                batch_size=batch_size,
-                source=source(silent),
-                max_new_tokens=20,
-                prefill_chunk=99,
-            )
-            for request in done.requests:
-                prompt = request.tokens[: request.num_prompt].tolist()
-                assert request.output == table_output(prompt, 20), "not the target's own output"
-            log = [s for s in done.policy.log if s.chosen]
-            logs.append([[s.chosen for s in log if s.request == r] for r in range(3)])
-        assert logs[0] == logs[1], "the same requests get other trees again"
-        assert logs[0] == logs[2], "a request's trees depend on what shares its batch"
     filling, over, live = (_request(i, (1, 2, 3), GREEDY) for i in (1, 2, 3))
     state, policy, drafts = _state(), make(), source(False)
     for request in (filling, over, live):
@@ -602,66 +420,63 @@ def check_policy(
     over.cancel()
     nodes = policy.select(state, drafts)
     assert [request for request, _ in nodes.items] == [3], "nodes of a request in prefill or over"
+    table = _table_pair().target_table.numpy()
+    plain = [plain_decode(lambda t: table[t[-1]], case, 0).output for case in _table_cases(3, 20)]
+    for latency in latencies:
+        logs = []
+        for batch_size, silent in ((1, False), (1, False), (2, False), (2, True)):
+            given = {"latency": latency, "batch_size": batch_size, "prefill_chunk": 99}
+            done = run_policy(
+                make(), source=source(silent), num_requests=3, max_new_tokens=20, **given
+            )
+            outputs = [tuple(request.output) for request in done.requests]
+            assert outputs == plain, "not the target's own output"
+            log = [s for s in done.log if s.chosen]
+            logs.append([[s.chosen for s in log if s.request == r] for r in range(3)])
+        assert logs[0] == logs[1], "the same requests get other trees again"
+        assert logs[0] == logs[2], "a request's trees depend on what shares its batch"
 
 
-# ---------------------------------------------------------------------- executors
+def _check_answers(executor: Executor) -> None:
+    """Asserts the first rule of ``check_executor`` at each call from now on."""
+    submitted = list[dict[int, set[int]]]()  # by batch: request -> nodes
 
+    def submits(batch: Batch) -> None:
+        submitted.append({rows.request: {*rows.node_ids.tolist()} for rows in batch.trees})
 
-_PASSED_ON = (
-    *("latency", "in_flight", "hidden", "early_hidden", "can_poll", "distributed"),
-    *("open", "ready", "due_s", "poll", "set_wakeup", "shutdown"),
-)
-
-
-class CheckedExecutor(Executor):
-    """Passes calls on to an executor and asserts the order of calls and answers.
-
-    It has the other executor's attributes.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._submitted: list[dict[int, set[int]]] = []  # by batch: request -> nodes
-        for name in _PASSED_ON:
-            setattr(self, name, getattr(executor, name))
-
-    def submit(self, batch: Batch) -> None:
-        self._submitted.append({rows.request: {*rows.node_ids.tolist()} for rows in batch.trees})
-        self._executor.submit(batch)
-
-    def collect(self, *, wait: bool = True) -> Output:
-        output = self._executor.collect(wait=wait)
+    def collected(output: Output, **_: bool) -> None:
         due: dict[int, set[int]] = {}
-        if self.latency is None:
-            for batch in self._submitted:
+        if executor.latency is None:
+            for batch in submitted:
                 for request_id, nodes in batch.items():
                     due.setdefault(request_id, set()).update(nodes)
-        elif len(self._submitted) >= self.latency:
-            due = self._submitted.pop(0)
+        elif len(submitted) >= executor.latency:
+            due = submitted.pop(0)
         for answers in output.answers:
             nodes, asked = {*answers.node_ids.tolist()}, due.get(answers.request, set())
             assert len(nodes) == len(answers.node_ids) == len(answers.tokens), "rows of answers"
             assert nodes <= asked, f"answers of nodes {sorted(nodes - asked)}, which are not due"
-            for batch in self._submitted:
+            for batch in submitted:
                 batch.get(answers.request, set()).difference_update(nodes)
             asked -= nodes
-        if self.latency is not None:
-            left = {request_id: nodes for request_id, nodes in due.items() if nodes}
-            assert not left, f"no answers of {left} after {self.latency} steps"
-        return output
+        left = {request_id: nodes for request_id, nodes in due.items() if nodes}
+        steps = executor.latency
+        assert steps is None or not left, f"no answers of {left} after {steps} steps"
 
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        for commit in commits:
-            kept = {*commit.kept_ids.tolist()}
-            for batch in self._submitted:
-                if commit.request in batch:
-                    batch[commit.request] &= kept
-        self._executor.commit(commits, output)
+    def commits(commits: Sequence[Commit], _output: Output) -> None:
+        for one in commits:
+            for batch in submitted:
+                if one.request in batch:
+                    batch[one.request] &= {*one.kept_ids.tolist()}
 
-    def close(self, request_id: int) -> None:
-        for batch in self._submitted:
+    def closes(request_id: int) -> None:
+        for batch in submitted:
             batch.pop(request_id, None)
-        self._executor.close(request_id)
+
+    observe(executor, "submit", before=submits)
+    observe(executor, "collect", after=collected)
+    observe(executor, "commit", before=commits)
+    observe(executor, "close", before=closes)
 
 
 def check_executor(executor: type[Executor], **keys: Any) -> int:
@@ -673,40 +488,30 @@ def check_executor(executor: type[Executor], **keys: Any) -> int:
       single roots, chains and (with a latency) trees that are fed at every step, with two requests
       at once and prompts in chunks. Caches that keep pruned rows show here.
 
-    Args:
-        executor: a class with ``plan`` and ``build``.
-        keys: of its configuration, for ``plan``.
-
-    Returns:
-        Number of requests that were compared.
-
-    Raises:
-        AssertionError: names the rule that is broken.
+    ``keys`` are those of its configuration. Returns the number of requests that were compared.
     """
     pair = RandomPair(num_layers=4, draft_layers=3, hidden_size=16, vocab_size=48, logit_scale=4.0)
     oracle = Oracle(pair.target, seed=3)
     samplings = {"greedy": GREEDY, "t=1": TEMPERATURES_AND_FILTERS["t=1"]}
     cases = parity_cases(samplings, per_sampling=3, vocab_size=48, num_tokens=14)
-    policies: list[Callable[[], TreePolicy]] = [RootOnly, lambda: Chain(gamma=3)]
+    policies: list[TreePolicy] = [RootOnly(), Chain(gamma=3)]
     if executor.plan(pair, **keys).latency is not None:
-        policies.append(lambda: FixedWidth(width=4, children=3))
-    for make in policies:
+        policies.append(FixedWidth(width=4, children=3))
+    for policy in policies:
         bench = Workbench(pair, seed=3)
         parts = bench.parts(
             source=DraftModelSource(runner=bench.draft_runner()),
-            policy=make(),
+            policy=policy,
             verifier=MatchVerifier(),
             executor=planned(executor, pair, **keys),
         )
-        parts = replace(parts, executor=CheckedExecutor(parts.executor))
+        _check_answers(parts.executor)
         try:
             outputs = decode_cases(parts, cases, batch_size=2, prefill_chunk=4)
         finally:
             parts.executor.shutdown()
         for case in cases:
-            expected = oracle.decode(
-                prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-            )
-            what = f"{case.label}, {type(parts.policy).__name__}: not plain decoding's tokens"
-            assert outputs[case.id].output == expected.output, what
+            what = f"{case.label}, {type(policy).__name__}: not plain decoding's tokens"
+            found = [one.text for one in oracle.differences(case, outputs.get(case.id))]
+            assert not found, f"{what}: {found}"
     return len(policies) * len(cases)

@@ -5,18 +5,19 @@ Shape letters: P paths, L layers, H heads, D head size, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, WITH_HISTORY, parity_cases
-from specdec.certify.observing import ObservedPair, Shadow, Watch, snapshot
+from specdec.certify.cases import MIXED_RULES, parity_cases
+from specdec.certify.observing import Shadow, Watch, snapshot
 from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import VOCAB_SIZE, WINDOW, Decoded, Subject, decode_steps
+from specdec.certify.subject import WINDOW, Subject, decode_steps
 from specdec.models.slicing import cache_argument, hidden_states
+from specdec.pairs import RandomPair, build_pair
 from specdec.state import RequestState
 from specdec.types import NO_NODE, Commit, CommitKind, HiddenName, IntArray
 
@@ -25,187 +26,147 @@ TOLERANCE = 1e-6
 norms and Gemma's attention compute in float32.
 """
 
-MIXED = "mixed"
 _NUM_TOKENS = 12
 _BATCH = 2
 _SMALL_CHUNK = 4
-STATE_TOLERANCE = 1e-6
-"""Absolute error allowed in float64, because transformers' norms compute in float32."""
 
 
 @dataclass(slots=True)
 class Observation:
-    """What was found in one observed run; ``error`` is the exception that ended it."""
+    """What was found in the observed runs; ``error`` is the exception that ended them."""
 
     caches: list[str] = field(default_factory=list)  # problems of caches and hidden states
     trees: list[str] = field(default_factory=list)  # problems
-    rows: list[str] = field(default_factory=list)  # problems
+    rows: list[str] = field(default_factory=list)  # problems of the run without a sliding window
+    watch: Watch = field(default_factory=Watch)  # of that run
+    num_caches: int = 0
     num_entries: int = 0  # cache entries compared
     num_states: int = 0  # hidden states compared
     num_nodes: int = 0  # tree nodes inspected
-    watch: Watch = field(default_factory=Watch)
     error: Exception | None = None
+
+    def check(self, name: str, problems: list[str], detail: str) -> Check:
+        if problems:
+            return Check(name, False, joined_details(problems))
+        if self.error is not None:
+            raise self.error
+        return Check(name, True, detail)
 
 
 def cache_invariant(subject: Subject) -> Check:
-    """Checks after every step that each cache entry equals a fresh forward over its path.
-
-    Hidden states in the trees must too. Families that can have a sliding window are also checked
-    with a short one.
-    """
-    runs = observations(subject)
-    count = sum(len(seen.watch.shadows) for seen in runs.values())
-    num_entries = sum(seen.num_entries for seen in runs.values())
-    num_states = sum(seen.num_states for seen in runs.values())
-    problems = [
-        problem if kind == MIXED else f"with a sliding window of {WINDOW}, {problem}"
-        for kind, seen in runs.items()
-        for problem in seen.caches
-    ]
-    error = _error(runs)
-    if not (num_entries or num_states) and not (error or problems):
+    seen = observation(subject)
+    if not (seen.num_entries or seen.num_states or seen.error or seen.caches):
         return Check("cache_invariant", None, "no cache in this process to compare")
-    states = f" and {num_states} hidden states" if num_states else ""
-    windows = f", also with a sliding window of {WINDOW}" if len(runs) > 1 else ""
-    detail = f"{num_entries} entries of {count} caches{states} equal fresh forwards{windows}"
-    return _check("cache_invariant", problems, error, detail)
+    states = f" and {seen.num_states} hidden states" if seen.num_states else ""
+    windows = f", also with a sliding window of {WINDOW}" if subject.windowed else ""
+    detail = f"{seen.num_entries} entries of {seen.num_caches} caches{states} equal fresh forwards"
+    return seen.check("cache_invariant", seen.caches, detail + windows)
 
 
 def tree_invariant(subject: Subject) -> Check:
-    """Checks that a commit leaves the new root's subtree, with the right parents."""
-    runs = observations(subject)
-    num_nodes = sum(seen.num_nodes for seen in runs.values())
-    problems = [problem for seen in runs.values() for problem in seen.trees]
-    detail = f"{num_nodes} nodes under the right parents after every step"
-    return _check("tree_invariant", problems, _error(runs), detail)
+    seen = observation(subject)
+    detail = f"{seen.num_nodes} nodes under the right parents after every step"
+    return seen.check("tree_invariant", seen.trees, detail)
 
 
 def draft_rows(subject: Subject) -> Check:
-    """Checks that the draft computes each tree node and each catch-up token once.
-
-    Rows computed twice or counted wrongly do not change the output, so they are only a note.
-    """
-    seen = observations(subject)[MIXED]
+    """Rows computed twice or counted wrongly do not change the output, so they are only a note."""
+    seen = observation(subject)
     drafts = seen.watch.drafts
     if not drafts and not seen.error:
         hidden = seen.watch.in_thread
         why = "the draft's passes run in a thread" if hidden else "no draft model in this process"
         return Check("draft_rows", None, why)
-    total = sum(s.node_rows + s.catch_up_rows for s in drafts)
-    catch_up = sum(s.catch_up_rows for s in drafts)
     if seen.rows:
         return Check("draft_rows", None, joined_details(seen.rows), note=True)
+    nodes, catch_up = sum(s.node_rows for s in drafts), sum(s.catch_up_rows for s in drafts)
     kind = "nodes" if all(s.real for s in drafts) else "nodes, guesses included"
-    detail = f"{total} rows = {total - catch_up} distinct {kind} + {catch_up} catch-up tokens"
-    return _check("draft_rows", [], seen.error, detail)
+    detail = f"{nodes + catch_up} rows = {nodes} distinct {kind} + {catch_up} catch-up tokens"
+    return seen.check("draft_rows", [], detail)
 
 
-def _error(runs: Mapping[str, Observation]) -> Exception | None:
-    return next((seen.error for seen in runs.values() if seen.error is not None), None)
-
-
-def _check(name: str, problems: list[str], error: Exception | None, detail: str) -> Check:
-    if problems:
-        return Check(name, False, joined_details(problems))
-    if error is not None:
-        raise error
-    return Check(name, True, detail)
-
-
-def observations(subject: Subject) -> dict[str, Observation]:
+def observation(subject: Subject) -> Observation:
     """Decodes a few requests under observation for each kind of pair, once per subject."""
-    cached = subject.notes.get("observations")
-    if isinstance(cached, dict):
-        return cached
-    runs = {kind: Observation() for kind in (MIXED, *subject.windowed)}
-    subject.notes["observations"] = runs
-    for kind, seen in runs.items():
+    if "observation" not in subject.notes:
+        seen = subject.notes["observation"] = Observation()
         try:
-            _run(subject, kind, seen)
+            _run(subject, "mixed", seen, seen.watch)
+            seen.rows += _row_problems(seen.watch)
+            for kind in subject.windowed:
+                _run(subject, kind, seen, Watch(), f"with a sliding window of {WINDOW}, ")
         except Exception as error:  # keeps the problems of the steps before it
             seen.error = error
-    return runs
+    found: Observation = subject.notes["observation"]
+    return found
 
 
-def _run(subject: Subject, kind: str, seen: Observation) -> None:
-    samplings = {
-        "greedy": GREEDY,
-        "t=1": TEMPERATURES_AND_FILTERS["t=1"],
-        "no_repeat_ngram=2": WITH_HISTORY["no_repeat_ngram=2"],
-    }
-    cases = parity_cases(samplings, per_sampling=2, vocab_size=VOCAB_SIZE, num_tokens=_NUM_TOKENS)
-    watch = seen.watch
-    section = {key: value for key, value in subject.model(kind).items() if key != "kind"}
-    pair = ObservedPair.of(watch, **section)
-    outputs: dict[int, Decoded] = {}
+def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str = "") -> None:
+    cases = parity_cases(MIXED_RULES, per_sampling=2, num_tokens=_NUM_TOKENS)
+    pair = build_pair(subject.model(kind))
+    assert isinstance(pair, RandomPair)
+    watch.pair(pair)
+    fresh = {name: Fresh(pair.model(name)) for name in pair.names}
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
-        fresh = {name: Fresh(pair.model(name)) for name in pair.names}
-        states = FreshStates(pair.model("target"))
-        steps = decode_steps(
-            parts, cases, outputs, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
-        )
-        for commits in steps:
-            seen.trees += [
-                problem
-                for commit in commits
-                for problem in _commit_problems(commit, watch.snapshots.get(commit.request, {}))
-            ]
+        for commits in decode_steps(
+            parts, cases, {}, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
+        ):
             watch.step(commits)
             decided = {commit.request: commit for commit in commits}
+            for commit in commits:
+                seen.trees += _commit_problems(commit, watch.snapshots.get(commit.request, {}))
+            problems = list[str]()
             for request in state.requests.values():
-                num, problems = hidden_problems(request, decided.get(request.id), states)
-                seen.num_states += num
-                seen.caches += problems
-            live = [r for r in state.requests.values() if not r.finished]
-            for request in live:
-                seen.num_nodes += len(request.tree)
-                seen.trees += _tree_problems(request, watch.snapshots.get(request.id, {}))
-                seen.trees += _candidate_problems(request, watch)
+                last = decided.get(request.id)
+                problems += _state_problems(request, last, fresh["target"], seen)
+                if not request.finished:
+                    seen.num_nodes += len(request.tree)
+                    seen.trees += _tree_problems(request, watch)
             targets = [s for s in watch.shadows if s.runner.name == "target"]
-            for shadow in (s for s in targets + watch.drafts if any(s.request is r for r in live)):
-                if shadow.runner.name in fresh:
-                    seen.caches += _cache_problems(shadow, fresh[shadow.runner.name], seen)
+            for shadow in targets + watch.drafts:
+                live = any(r is shadow.request and not r.finished for r in state.requests.values())
+                if live and shadow.runner.name in fresh:
+                    problems += _cache_problems(shadow, fresh[shadow.runner.name], seen)
+            seen.caches += [f"{how}{problem}" for problem in problems]
+        seen.num_caches += len(watch.shadows)
         seen.trees += [
             f"tree of request {request}: node {node_id} is proposed at position {position}, beyond"
             " the last that the request can emit (last_position)"
             for (request, node_id), position in watch.beyond.items()
         ]
-        seen.rows += _row_problems(watch, parts.source.counters.rows)
+        watch.counted_rows = parts.source.counters.rows
 
 
 class Fresh:
-    """Computes keys and values with transformers' own forward over whole sequences."""
+    """Computes keys, values and hidden states by transformers' own forward over whole sequences."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._cached: dict[tuple[int, ...], torch.Tensor] = {}
+        self._model, self._device = model, next(model.parameters()).device
+        self._entries: dict[tuple[int, ...], torch.Tensor] = {}
+        self._states: dict[tuple[HiddenName, tuple[int, ...]], torch.Tensor] = {}
 
     def entries(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Returns [P, L, 2, H, D]: keys and values of the last token of each path."""
-        by_length: dict[int, set[tuple[int, ...]]] = {}
-        for path in paths:
-            if path not in self._cached:
-                by_length.setdefault(len(path), set()).add(path)
-        for group in by_length.values():
-            self._compute(sorted(group))
-        return torch.stack([self._cached[path] for path in paths])
+        for path in sorted(paths, key=len, reverse=True):
+            if path not in self._entries:
+                # Made without the config, by which layers with a window drop their first entries.
+                cache = DynamicCache()
+                row = torch.tensor([path], device=self._device)
+                with torch.inference_mode():
+                    self._model(row, use_cache=True, **{cache_argument(self._model): cache})
+                both = torch.stack([torch.stack([at.keys, at.values]) for at in cache.layers])
+                for length in range(1, len(path) + 1):  # both: [L, 2, 1, H, T, D]
+                    self._entries.setdefault(path[:length], both[:, :, 0, :, length - 1])
+        return torch.stack([self._entries[path] for path in paths])
 
-    def _compute(self, paths: list[tuple[int, ...]]) -> None:
-        device = next(self._model.parameters()).device
-        # Made without the config, by which layers with a sliding window drop their first entries.
-        cache = DynamicCache()
-        with torch.inference_mode():
-            kept = {cache_argument(self._model): cache}
-            self._model(torch.tensor(paths, device=device), use_cache=True, **kept)
-        layers = cache.layers
-        both = torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers])
-        for row, path in enumerate(paths):  # both: [L, 2, P, H, T, D]
-            for length in range(len(path), 0, -1):
-                if path[:length] in self._cached:
-                    break
-                self._cached[path[:length]] = both[:, :, row, :, length - 1]
+    def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
+        """Returns [E]: the hidden state after ``tokens``."""
+        key = name, tuple(tokens.tolist())
+        if key not in self._states:
+            path = torch.from_numpy(tokens).to(self._device)[None]
+            self._states[key] = hidden_states(self._model, path, [name])[0][0, -1]
+        return self._states[key]
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
@@ -220,9 +181,8 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     paths = [tuple(tokens[: at + 1].tolist()) for at in range(cache.cached_len)]
     ids = cache.node_ids
     slots = request.tree.slots(ids)
-    for node_id, slot, position in zip(
-        ids.tolist(), slots.tolist(), cache.node_positions.tolist(), strict=True
-    ):
+    nodes = zip(ids.tolist(), slots.tolist(), cache.node_positions.tolist(), strict=True)
+    for node_id, slot, position in nodes:
         path = shadow.path(node_id, cache.cached_len, tokens)
         if shadow.real and slot < 0:
             yield f"{where} has an entry of node {node_id}, which has left the tree"
@@ -275,8 +235,11 @@ def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iter
         yield f"{where}: the new root carries token {token} instead of {commit.next_token}"
 
 
-def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) -> Iterator[str]:
-    """Yields inconsistencies of a tree, in itself and with its earlier ``snapshot``."""
+def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
+    """Yields inconsistencies of a tree, in itself and with its last snapshot.
+
+    Candidates of an asynchronous source must be those that it proposed for their node.
+    """
     tree, where = request.tree, f"tree of request {request.id}"
     parents, positions = tree.parents, tree.positions
     if int(tree.tokens[0]) != int(request.tokens[-1]) or int(positions[0]) != request.prefix_len:
@@ -290,38 +253,27 @@ def _tree_problems(request: RequestState, before: dict[int, tuple[int, int]]) ->
         return
     if (positions[1:] != positions[parents[1:]] + 1).any():
         yield f"{where}: a node's position is not its parent's plus one"
-    keys = list(zip(parents.tolist(), tree.tokens.tolist(), strict=True))
-    if len(set(keys)) != len(keys):
+    nodes, before = snapshot(request), watch.snapshots.get(request.id, {})
+    if len(set(nodes.values())) != len(nodes):
         yield f"{where}: two children of a node carry the same token"
-    for node_id, (parent, token) in snapshot(request).items():
+    for node_id, (parent, token) in nodes.items():
         old = before.get(node_id)
         if old is not None and (old[1] != token or (old[0] != parent and parent != NO_NODE)):
             yield f"{where}: node {node_id} has changed its parent or token"
-
-
-def _candidate_problems(request: RequestState, watch: Watch) -> Iterator[str]:
-    """Yields nodes whose candidates are not those that an asynchronous source proposed for them."""
-    if not watch.is_asynchronous:
-        return
-    tree = request.tree
-    for slot in np.flatnonzero(tree.expanded).tolist():
+    for slot in np.flatnonzero(tree.expanded).tolist() if watch.is_asynchronous else ():
         node_id = int(tree.ids[slot])
         proposed = watch.proposed.get((request.id, node_id))
         num = None if proposed is None else len(proposed)
         stored = tree.candidate_tokens[slot, :num].tolist()
         if stored != proposed:
             yield (
-                f"tree of request {request.id}: node {node_id} has the candidates {stored}, the"
-                f" source proposed {proposed}"
+                f"{where}: node {node_id} has the candidates {stored}, the source proposed"
+                f" {proposed}"
             )
 
 
-def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
-    """Yields draft rows that were computed in vain, or that the source's count does not match.
-
-    The rows are those that the models computed, whichever nodes the source left out or answered
-    itself.
-    """
+def _row_problems(watch: Watch) -> Iterator[str]:
+    """Yields draft rows that were computed in vain, or that the source's count does not match."""
     drafts = watch.drafts
     if not drafts:
         return
@@ -336,12 +288,12 @@ def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
                 f"{shadow.repeated_catch_up} of {shadow.catch_up_rows} catch-up rows of"
                 f" {shadow.runner.name} are of committed tokens computed before"
             )
-    rows = sum(sum(watch.passes[name]) for name in {s.runner.name for s in drafts})
+    rows = sum(watch.num_rows[name] for name in {s.runner.name for s in drafts})
     recorded = sum(s.node_rows + s.catch_up_rows for s in drafts)
     if rows != recorded:
         yield f"the draft's passes have {rows} rows, its caches were given {recorded}"
-    if rows != counted:
-        yield f"the source counts {counted} rows, its model computed {rows}"
+    if rows != watch.counted_rows:
+        yield f"the source counts {watch.counted_rows} rows, its model computed {rows}"
     in_vain = {
         (s.request.id, node_id)
         for s in drafts
@@ -352,50 +304,30 @@ def _row_problems(watch: Watch, counted: int) -> Iterator[str]:
         yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
 
 
-class FreshStates:
-    """Computes hidden states with transformers' own forward over whole sequences."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._device = next(model.parameters()).device
-        self._cached: dict[tuple[HiddenName, tuple[int, ...]], torch.Tensor] = {}
-
-    def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
-        key = name, tuple(tokens.tolist())
-        if key not in self._cached:
-            path = torch.from_numpy(tokens).to(self._device)[None]
-            self._cached[key] = hidden_states(self._model, path, [name])[0][0, -1]
-        return self._cached[key]
-
-
-def hidden_problems(
-    request: RequestState, commit: Commit | None, fresh: FreshStates
-) -> tuple[int, list[str]]:
-    """Compares the hidden states of live nodes, and of the nodes that a commit has retired.
-
-    Returns the number of states compared and a description of each wrong one.
-    """
+def _state_problems(
+    request: RequestState, commit: Commit | None, fresh: Fresh, seen: Observation
+) -> Iterator[str]:
+    """Yields wrong hidden states of live nodes, and of the nodes that a commit has retired."""
     tree = request.tree
-    given_states = [
+    stored = [
         (node_id, request.path_tokens(slot), name, state)
         for slot, node_id in enumerate(tree.ids.tolist())
         for name, state in tree.hidden.get(node_id, {}).items()
     ]
     if commit is not None:
         first = commit.prefix_len - len(commit.retired_ids) + 1
-        given_states += [
+        stored += [
             (node_id, request.tokens[:length], name, states[row])
             for name, states in commit.hidden.items()
             for row, node_id in enumerate(commit.retired_ids.tolist())
             if (length := first + row) <= len(request.tokens)  # the others were cut
         ]
-    problems = []
-    for node_id, tokens, name, given in given_states:
+    seen.num_states += len(stored)
+    for node_id, tokens, name, state in stored:
         expected = fresh.state(tokens, name)
-        error = float((given.to(expected.device) - expected).abs().max())
-        if not error <= STATE_TOLERANCE:
-            problems.append(
+        error = float((state.to(expected.device) - expected).abs().max())
+        if not error <= TOLERANCE:
+            yield (
                 f"tree of request {request.id}: the state of node {node_id} after layer"
                 f" {name.layer} differs from a fresh forward by {error:.1e}"
             )
-    return len(given_states), problems

@@ -5,12 +5,11 @@ tables of logits (``TablePair``), whose laws are known exactly. ``configured_law
 does the same with the configured models. Both use the *e-values* below.
 
 An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
-Markov's inequality it reaches 1 / a with probability at most a. Here it is a likelihood ratio: the
-likelihood of the counts under a mixture of laws around the tested one, divided by that under the
-law itself. Unlike a chi-square test it needs no least number of expected counts, so cells of small
-probability are not merged. It may be computed from tokens of sequences, whose number of visits is
-random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of
-e-values is an e-value, even if they depend on each other.
+Markov's inequality it reaches 1 / a with probability at most a. Here it is the likelihood of the
+counts under a mixture of laws around the tested one, divided by that under the law itself. Cells of
+small probability need not be merged, and the number of visits may be random (a test martingale,
+Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of e-values is an e-value,
+even if they depend on each other.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law or of a partition
 of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
@@ -19,13 +18,12 @@ of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from scipy.special import gammaln, logsumexp
-from scipy.stats import chisquare
 
 from specdec.certify.cases import Case
 from specdec.certify.oracle import reference_probs
@@ -42,8 +40,7 @@ from specdec.types import FloatArray, IntArray, Lossless
 Table = tuple[tuple[float, ...], ...]
 """Logits of the next token (column) after each token (row, by its id modulo their number)."""
 
-FALSE_ALARM = 1e-6
-"""Chance that a lossless strategy fails a check of laws, over all tests of the check."""
+FALSE_ALARM = 1e-6  # of a check, over all of its tests
 
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
@@ -61,18 +58,16 @@ TARGET_TABLE: Table = (
     (0.1, 2.2, -0.4, 1.1, 0.6),
 )
 
-OPPOSED_TABLE: Table = (
+OPPOSED_TABLE: Table = (  # a draft that prefers other tokens
     (1.0, 4.0, 0.6, -2.0, 2.0),
     (3.0, 0.0, 2.0, 0.8, 0.2),
     (2.0, 0.6, 2.0, 0.4, -1.0),
     (0.8, 4.0, 0.2, 3.0, 2.0),
     (2.0, 2.0, 1.8, -0.6, 2.4),
 )
-"""A draft that prefers other tokens than the target."""
 
-
-# Percent: (target's row, draft's row). Each row makes another fault of the tests of later siblings
-# visible: a shared draw, a residual that is not updated, a draft that is not renormalised.
+# Percent: (target's row, draft's row). Each shows another fault of the tests of later siblings: a
+# shared draw, a residual that is not updated, a draft that is not renormalised.
 _SHARES = (
     ((51, 19, 18, 4, 8), (10, 0.4, 1, 42.6, 46)),
     ((13, 33, 9, 38, 7), (32, 0.6, 6, 7, 54.4)),
@@ -81,18 +76,17 @@ _SHARES = (
     ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
 )
 
-CROWDED_TABLES: tuple[Table, Table] = (
-    tuple(tuple(math.log(share / 100) for share in target) for target, _ in _SHARES),
-    tuple(tuple(math.log(share / 100) for share in draft) for _, draft in _SHARES),
-)
-"""A target, and a draft that crowds one, two or three tokens, which are often rejected. The tests
-of the siblings after them then decide; with the opposed draft nearly all tests are certain.
+
+def _logits(rows: Iterable[Sequence[float]]) -> Table:
+    return tuple(tuple(math.log(share / 100) for share in row) for row in rows)
+
+
+CROWDED_TABLES = _logits(target for target, _ in _SHARES), _logits(draft for _, draft in _SHARES)
+"""The draft crowds one, two or three tokens, which are often rejected: the tests of the siblings
+after them then decide; with the opposed draft nearly all tests are certain.
 """
 
-ONE_LAW_TABLES: tuple[Table, Table] = (
-    (tuple(math.log(share / 100) for share in (30, 25, 20, 15, 10)),),
-    (tuple(math.log(share / 100) for share in (10, 15, 20, 25, 30)),),
-)
+ONE_LAW_TABLES = _logits([(30, 25, 20, 15, 10)]), _logits([(10, 15, 20, 25, 30)])
 """All tokens have one law, so draws that are used again in a later step give the same tokens."""
 
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
@@ -115,16 +109,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
     _CHAIN: {"_target_": "specdec.policies.Chain", "gamma": 6},
     "a tree of 4, 2": {"_target_": "specdec.policies.Static", "branching": [4, 2]},
 }
+SINGLE = "single tokens"
 _HEAD = 8  # tokens with half of the mass
 _PROB_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 0.05)  # of the cells by the draft's probability
 _RATIO_EDGES = (0.9, 1.1)  # of the cells by the draft's probability relative to the target's
 _PLACE = 64  # neighbouring tokens per cell by place; a vocabulary has a shorter last cell
 _FLAT = 0.5  # standard deviation of the logits of a row without a head
 _CONCENTRATIONS = np.array([4.0, 32.0, 256.0, 2048.0])  # of the mixture
-_MIN_EXPECTED = 5.0  # counts of a cell of ``chi_square``
-
-
-# ---------------------------------------------------------------------- statistics
 
 
 def log_evidence(counts: IntArray, law: FloatArray) -> float:
@@ -156,21 +147,16 @@ class Evidence:
         worst = sorted(self.logs, key=lambda test: -test[1])
         if not worst or logsumexp([value for _, value in worst]) < limit:
             return []
-        return [
-            f"{name}: {10 ** min(value / math.log(10), 300):.0e} times as probable under another"
-            " law"
-            for name, value in worst
-            if value >= min(limit, worst[0][1])
-        ]
+        shown = [test for test in worst if test[1] >= min(limit, worst[0][1])]
+        factors = [10 ** min(value / math.log(10), 300) for _, value in shown]
+        text = "times as probable under another law"
+        return [f"{name}: {n:.0e} {text}" for (name, _), n in zip(shown, factors, strict=True)]
 
     @property
     def passed(self) -> str:
         assert len(self.logs) <= self.num_tests, "more tests than planned"
-        largest = math.exp(max(value for _, value in self.logs))
-        return (
-            f"{len(self.logs)} tests at a false-alarm rate of {FALSE_ALARM:.0e} in all:"
-            f" largest e-value {largest:.2g}"
-        )
+        tests = f"{len(self.logs)} tests at a false-alarm rate of {FALSE_ALARM:.0e} in all"
+        return f"{tests}: largest e-value {math.exp(max(value for _, value in self.logs)):.2g}"
 
 
 ORDERS = ("token ids", "the target's probabilities", "the draft's relative probabilities")
@@ -178,14 +164,16 @@ NUM_PLACE_TESTS = 3 * len(ORDERS)
 
 
 def places(
-    target: FloatArray, draft: FloatArray | None, token: int, rng: np.random.Generator
+    laws: tuple[FloatArray, FloatArray | None], token: int, rng: np.random.Generator
 ) -> FloatArray:
     """Returns float64[O]: where a drawn token lies in the target's CDF, in each of ``ORDERS``.
 
-    If the token was drawn from ``target``[V], each is uniform in [0, 1) and independent of all
-    before it: within the token's own part of the CDF the place is drawn by ``rng`` (a randomised
-    probability integral transform). Without ``draft`` its order is that of the ids.
+    ``laws`` are those of target and draft, float64[V]. If the token was drawn from the target's,
+    each place is uniform in [0, 1) and independent of all before it: within the token's own part of
+    the CDF it is drawn by ``rng`` (a randomised probability integral transform). Without a draft
+    its order is that of the ids.
     """
+    target, draft = laws
     ids, mass = np.arange(len(target)), float(target[token])
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = ids if draft is None else np.nan_to_num(draft / target, nan=0.0)
@@ -201,7 +189,7 @@ def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]
     """Yields (description, log e-value) of places[T, O] of each output.
 
     In each order: whether they are uniform, and whether they depend on those of the token before,
-    or of the one before that. Two tokens that share a random number are shown by the latter.
+    or of the one before that, as if two tokens share a random number.
     """
     for column, order in enumerate(ORDERS):
         series = [places[:, column] for places in outputs]
@@ -217,58 +205,6 @@ def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]
             yield f"place by {order}, given that of {before}", value
 
 
-def chi_square(counts: IntArray, law: FloatArray) -> float:
-    """Returns the p-value of counts[C] under ``law``[C]; 0 if a cell of probability 0 has counts.
-
-    Cells with fewer than 5 expected counts are merged (Cochran's rule).
-    """
-    expected = law * counts.sum()
-    if counts[expected == 0.0].any():
-        return 0.0
-    rare = expected < _MIN_EXPECTED
-    merged = np.append(expected[~rare], expected[rare].sum())
-    observed = np.append(counts[~rare], counts[rare].sum())
-    used = merged > 0.0
-    if used.sum() < 2:
-        return 1.0
-    return float(chisquare(observed[used], merged[used] * observed.sum() / merged.sum()).pvalue)
-
-
-def total_variation(
-    counts: IntArray, law: FloatArray, *, false_alarm: float = FALSE_ALARM
-) -> tuple[float, float]:
-    """Returns the total variation of counts[C] from ``law``[C], and its bound.
-
-    For N counts drawn from ``law`` the mean is at most sqrt(cells / N) / 2, and by McDiarmid's
-    inequality the mean is exceeded by t with probability at most exp(-2 N t ** 2).
-    """
-    num = int(counts.sum())
-    mean = np.sqrt(np.count_nonzero(law) / num) / 2
-    slack = np.sqrt(np.log(1 / false_alarm) / (2 * num))
-    return float(np.abs(counts / num - law).sum() / 2), float(mean + slack)
-
-
-def pair_laws(table: FloatArray, start: int, num_tokens: int) -> Iterator[FloatArray]:
-    """Yields float64[V * V] per i: the exact joint law of tokens i and i + 1 after token ``start``.
-
-    ``table`` is float64[V, V], the probability of the next token (column) after each (row).
-    """
-    marginal = table[start]
-    for _ in range(num_tokens - 1):
-        yield (marginal[:, None] * table).ravel()
-        marginal = marginal @ table
-
-
-def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
-    """Yields int64[V * V] per i: counts of each pair of tokens i and i + 1 in ``tokens``[N, T]."""
-    for i in range(tokens.shape[1] - 1):
-        cells = tokens[:, i] * vocab_size + tokens[:, i + 1]
-        yield np.bincount(cells, minlength=vocab_size**2)
-
-
-# ---------------------------------------------------------------------- laws of tables
-
-
 def distribution(subject: Subject) -> Check:
     if subject.claims is Lossless.TOKEN:
         return Check("distribution", None, "not needed: lossless token for token")
@@ -278,22 +214,17 @@ def distribution(subject: Subject) -> Check:
         # Taking turns is part of the configuration; requests that share steps decode faster.
         serving = {**subject.small["serving"], "feeding": str(Feeding.DYNAMIC)}
         shapes |= {n: {"policy": policy, "serving": serving} for n, policy in _SHAPES.items()}
-    vocabs = (_WIDE_VOCAB, _FULL_VOCAB) if subject.full else (_WIDE_VOCAB,)
+    vocabs = (_WIDE_VOCAB, _FULL_VOCAB)[: 1 + subject.full]
     per_shape = len(_SMALL_TABLES) * (1 + len(TARGET_TABLE) + NUM_PLACE_TESTS)
-    # Rows and all together, partitions.
     per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * (7 * 4 + NUM_PLACE_TESTS)
     found, farthest = Evidence(num_tests=len(shapes) * per_shape), 0.0
     for name, changes in shapes.items():
         try:
-            for label, small in _SMALL_TABLES.items():
-                if changes and small[0] is ONE_LAW_TABLES:
-                    continue  # shows faults of sources, whatever the policy
-                if not (exact and found.biased()):  # the tests to come cannot take it back
-                    distance = _test_small(subject, f"{name}, {label}", *small, changes, found)
-                    farthest = max(farthest, distance)
-            for vocab_size in vocabs if exact and name != _CHAIN else ():
-                if not found.biased():
-                    _test_wide(subject, vocab_size, name, changes, found)
+            for test in _tests(vocabs if exact and name != _CHAIN else (), configured=not changes):
+                if exact and found.biased():
+                    break  # the tests to come cannot take it back
+                distance = _test(subject, f"{name}, {test.label}", test, changes, found)
+                farthest = max(farthest, distance)
         except UserError:
             if not changes:
                 raise  # the configured parts refuse only other policies
@@ -305,99 +236,90 @@ def distribution(subject: Subject) -> Check:
     return Check("distribution", True, f"{wide}, {found.passed}")
 
 
-def _decoded(
-    subject: Subject,
-    pair: TablePair,
-    start: IntArray,
-    params: SamplingParams,
-    num_tokens: int,
-    changes: dict[str, Any],
-    batch_size: int,
-) -> IntArray:
-    """Decodes a request after each of the tokens ``start``[N]; returns the outputs, int64[N, T]."""
-    section = {
-        "kind": "table",
-        "target": pair.target_table.tolist(),
-        "draft": pair.draft_table.tolist(),
-    }
-    stop = StopRules(max_new_tokens=num_tokens)
-    cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
-    with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
-        outputs = decode_cases(parts, cases, batch_size=batch_size)
-    return np.array([outputs[case.id].output for case in cases])
+@dataclass(frozen=True, slots=True)
+class _Test:
+    """Requests that are decoded on tables: row's name -> logits[V] of (target, draft)."""
+
+    label: str
+    tables: Mapping[str, tuple[FloatArray, FloatArray]]
+    params: SamplingParams
+    start: IntArray  # last tokens of the prompts
+    num_tokens: int  # of each output
+    batch_size: int
+    partitioned: bool = False
 
 
-def _test_small(
-    subject: Subject,
-    name: str,
-    tables: tuple[Table, Table],
-    params: SamplingParams,
-    num_requests: int,
-    num_tokens: int,
-    changes: dict[str, Any],
-    found: Evidence,
+def _tests(vocabs: Sequence[int], *, configured: bool) -> Iterator[_Test]:
+    """Yields the tests of the configured policy, or of another one."""
+    for label, (pair, params, num_requests, num_tokens) in _SMALL_TABLES.items():
+        if configured or pair is not ONE_LAW_TABLES:  # shows faults of sources, whatever the policy
+            rows = zip(*(np.array(table) for table in pair), strict=True)
+            tables = {f"the token after {row}": both for row, both in enumerate(rows)}
+            start, size = np.resize(_STARTS, num_requests), _BATCH if configured else 8 * _BATCH
+            yield _Test(label, tables, params, start, num_tokens, size)
+    for vocab_size in vocabs:
+        start, size = np.arange(_WIDE_REQUESTS), max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)
+        for label, params in list(_WIDE_SAMPLINGS.items())[0 if configured else -1 :]:
+            label, tables = f"{vocab_size} tokens, {label}", wide_tables(vocab_size)
+            yield _Test(label, tables, params, start, _WIDE_TOKENS, size, partitioned=True)
+
+
+def _test(
+    subject: Subject, name: str, test: _Test, changes: dict[str, Any], found: Evidence
 ) -> float:
     """Tests the token after each other one; returns its total variation from the target's law."""
-    target, draft = (
-        np.stack([reference_probs(np.array(row), params) for row in t]) for t in tables
-    )
-    pair = TablePair(target=tables[0], draft=tables[1])
-    start = np.resize(_STARTS, subject.times * num_requests)
-    batch_size = 8 * _BATCH if changes else _BATCH
-    tokens = _decoded(subject, pair, start, params, num_tokens, changes, batch_size)
-    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(target)
-    rows = [
-        np.bincount(tokens[before == row], minlength=target.shape[1]) for row in range(len(target))
+    pair, params = table_pair(test.tables), test.params
+    tables = [table.tolist() for table in (pair.target_table, pair.draft_table)]
+    section = {"kind": "table", "target": tables[0], "draft": tables[1]}
+    stop, start = StopRules(max_new_tokens=test.num_tokens), np.tile(test.start, subject.times)
+    cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
+    with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
+        outputs = decode_cases(parts, cases, batch_size=test.batch_size)
+    tokens = np.array([outputs[case.id].output for case in cases])
+    laws = {
+        row: (reference_probs(target, params), reference_probs(draft, params))
+        for row, (target, draft) in test.tables.items()
+    }
+    rows = list(laws.values())
+    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(rows)
+    values = list(row_evidence(laws, before, tokens, partitioned=test.partitioned))
+    found.logs += [(f"{name}, {kind}", value) for kind, value in values]
+    if not np.isinf([value for _, value in values]).any():
+        rng, series = np.random.default_rng(subject.seed), list[FloatArray]()
+        for row in np.stack([before, tokens], axis=2).tolist():
+            series.append(np.array([places(rows[at], token, rng) for at, token in row]))
+        found.logs += [(f"{name}, {kind}", value) for kind, value in place_evidence(series)]
+    drawn = [
+        np.bincount(tokens[before == at], minlength=len(rows[at][0])) for at in range(len(rows))
     ]
-    values = [log_evidence(counts, law) for counts, law in zip(rows, target, strict=True)]
-    found.logs += [(f"{name}, the token after {row}", value) for row, value in enumerate(values)]
-    # Given the tokens before them, tokens are independent, so e-values of rows multiply.
-    found.logs.append((f"{name}, the token after each", sum(values)))
-    if not np.isinf(values).any():
-        laws = list(zip(target, draft, strict=True))
-        found.logs += _place_tests(name, laws, before, tokens, subject.seed)
-    counts = np.stack(rows)
-    return float(
-        np.abs(counts - target * counts.sum(axis=1, keepdims=True)).sum() / 2 / counts.sum()
-    )
+    far = [np.abs(n - law * n.sum()).sum() for n, (law, _) in zip(drawn, rows, strict=True)]
+    return 0.0 if test.partitioned else float(sum(far)) / 2 / tokens.size
 
 
-def _test_wide(
-    subject: Subject, vocab_size: int, name: str, changes: dict[str, Any], found: Evidence
-) -> None:
-    tables = wide_tables(vocab_size)
-    pair, start = wide_pair(tables), np.arange(subject.times * _WIDE_REQUESTS)
-    batch_size = max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)
-    samplings = list(_WIDE_SAMPLINGS.items())
-    for label, params in samplings[-1:] if changes else samplings:
-        tokens = _decoded(subject, pair, start, params, _WIDE_TOKENS, changes, batch_size)
-        where = f"{name}, {vocab_size} tokens, {label}"
-        values = dict(wide_evidence(tables, params, start, tokens))
-        found.logs += [(f"{where}, {kind}", value) for kind, value in values.items()]
-        if not np.isinf(list(values.values())).any():
-            laws = [
-                (reference_probs(t, params), reference_probs(d, params)) for t, d in tables.values()
-            ]
-            before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1)
-            found.logs += _place_tests(where, laws, before, tokens, subject.seed)
-
-
-def _place_tests(
-    name: str,
-    laws: Sequence[tuple[FloatArray, FloatArray]],
+def row_evidence(
+    laws: Mapping[str, tuple[FloatArray, FloatArray]],
     before: IntArray,
     tokens: IntArray,
-    seed: int,
-) -> list[tuple[str, float]]:
-    """Tests the places of ``tokens``[N, T] in the laws (target, draft) after those ``before``."""
-    rng, outputs = np.random.default_rng(seed), list[FloatArray]()
-    for row in np.stack([before % len(laws), tokens], axis=2).tolist():
-        found = []
-        for state, token in row:
-            target, draft = laws[state]
-            found.append(places(target, draft, token, rng))
-        outputs.append(np.array(found))
-    return [(f"{name}, {test}", value) for test, value in place_evidence(outputs)]
+    *,
+    partitioned: bool = True,
+) -> Iterator[tuple[str, float]]:
+    """Yields (description, log e-value) for each row and partition, and for all rows together.
+
+    Output ``tokens``[N, T] are counted by the row of the token ``before``[N, T] them. Given that
+    row they are independent draws of the target, wherever in a step or a tree they were decided.
+    ``laws`` has float64[V] of target and draft.
+    """
+    together: dict[str, float] = {}
+    for row, (kind, (target, draft)) in enumerate(laws.items()):
+        drawn = tokens[before == row]
+        for name, cells in partitions(target, draft):
+            if partitioned or name == SINGLE:
+                law: FloatArray = np.bincount(cells, weights=target).astype(np.float64)
+                value = log_evidence(np.bincount(cells[drawn], minlength=len(law)), law)
+                together[name] = together.get(name, 0.0) + value
+                yield f"{kind}, {name}", value
+    for name, value in together.items():  # given the rows, the counts are independent
+        yield f"all rows, {name}", value
 
 
 def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, FloatArray]]:
@@ -431,7 +353,7 @@ def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, F
     }
 
 
-def wide_pair(tables: dict[str, tuple[FloatArray, FloatArray]]) -> TablePair:
+def table_pair(tables: Mapping[str, tuple[FloatArray, FloatArray]]) -> TablePair:
     target, draft = (np.stack(rows) for rows in zip(*tables.values(), strict=True))
     return TablePair(target=target.tolist(), draft=draft.tolist())
 
@@ -439,38 +361,10 @@ def wide_pair(tables: dict[str, tuple[FloatArray, FloatArray]]) -> TablePair:
 def partitions(target: FloatArray, draft: FloatArray) -> Iterator[tuple[str, IntArray]]:
     """Yields (name, int64[V], the cell of each token) for two distributions[V]."""
     num = len(target)
-    yield "single tokens", np.arange(num)
+    yield SINGLE, np.arange(num)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.searchsorted(_RATIO_EDGES, np.nan_to_num(draft / target, nan=1.0, posinf=2.0))
     yield "probabilities", np.searchsorted(_PROB_EDGES, draft) * (len(_RATIO_EDGES) + 1) + ratio
     place = np.arange(num) // _PLACE
     yield "places", place
     yield "ends", np.where(place == 0, 1, 0) + np.where(place == place[-1], 2, 0)
-
-
-def wide_evidence(
-    tables: dict[str, tuple[FloatArray, FloatArray]],
-    params: SamplingParams,
-    start: IntArray,
-    tokens: IntArray,
-) -> Iterator[tuple[str, float]]:
-    """Yields (description, log e-value) for each row and partition, and for all rows together.
-
-    Output tokens are counted by the row of the token before them. Given that row they are
-    independent draws of the target, wherever in a step or a tree they were decided.
-
-    ``start`` is int64[N], the last token of each prompt; ``tokens`` int64[N, T], the outputs.
-    """
-    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(tables)
-    together: dict[str, float] = {}
-    for row, (kind, pair) in enumerate(tables.items()):
-        target, draft = (reference_probs(logits, params) for logits in pair)
-        drawn = tokens[before == row]
-        for name, cells in partitions(target, draft):
-            law: FloatArray = np.bincount(cells, weights=target).astype(np.float64)
-            counts = np.bincount(cells[drawn], minlength=len(law))
-            value = log_evidence(counts, law)
-            together[name] = together.get(name, 0.0) + value
-            yield f"{kind}, {name}", value
-    for name, value in together.items():  # given the rows, the counts are independent
-        yield f"all rows, {name}", value

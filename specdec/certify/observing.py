@@ -7,34 +7,45 @@ are recorded when its row is computed, independently of the cache's own bookkeep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from specdec.attention.tree_attention import EMPTY, BlockPool, Rows, TreeCache
+from specdec.attention.tree_attention import EMPTY, TreeCache
 from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
-from specdec.executors.stage import ModelStage
 from specdec.models.config_values import config_value
 from specdec.models.runner import ModelRunner
 from specdec.pairs import RandomPair
-from specdec.pairs.options import with_flat_options
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.types import (
-    NO_NODE,
-    Candidates,
-    Commit,
-    HiddenName,
-    IntArray,
-    Nodes,
-    Ticket,
-    TreeRows,
-)
+from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes, Ticket, TreeRows
+
+
+def observe(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> None:
+    """Makes a method of one object call ``before(*args)``, then ``after(result, *args)``."""
+    method = getattr(owner, name)
+
+    def observed(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*args, **options)
+        result = method(*args, **options)
+        if after is not None:
+            after(result, *args, **options)
+        return result
+
+    owner.__dict__[name] = observed
 
 
 @dataclass(slots=True)
@@ -44,14 +55,14 @@ class Shadow:
     Attributes:
         nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
         num_computed: length of the committed prefix that has been computed into the cache.
-        real: whether all node ids were those of the request's tree; a staged source numbers the
-            nodes of its own tree.
+        real: whether all node ids were those of the request's tree (not of a source's own).
         heads: key/value heads in the cache (a rank's share), -1 for padding; None for all.
     """
 
     cache: TreeCache
     runner: ModelRunner  # the model that fills the cache
     request: RequestState | None  # None if unknown
+    heads: tuple[int, ...] | None = None
     nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)  # node ids computed more than once
     node_rows: int = 0  # tree rows computed
@@ -59,29 +70,22 @@ class Shadow:
     num_computed: int = 0
     repeated_catch_up: int = 0  # of them, those computed before
     real: bool = True
-    heads: tuple[int, ...] | None = None
 
-    def record(self, tree: TreeRows) -> None:
-        ids, tokens, parents, positions = (
-            tree.node_ids,
-            tree.tokens,
-            tree.parent_ids,
-            tree.positions,
-        )
-        self.node_rows += len(ids)
-        self.real = self.real and self._is_real(ids, tokens)
-        rows = zip(tokens.tolist(), parents.tolist(), positions.tolist(), strict=True)
-        for node_id, row in zip(ids.tolist(), rows, strict=True):
-            if node_id in self.nodes:
-                self.repeated.append(node_id)
-            self.nodes[node_id] = row
-
-    def record_prefix(self, num: int) -> None:
-        """Records that the next ``num`` committed tokens are about to be computed."""
-        start = self.cache.cached_len
+    def record(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> None:
+        """Records the rows that are about to be computed."""
+        start, num = self.cache.cached_len, len(prefix_tokens)
         self.catch_up_rows += num
         self.repeated_catch_up += max(0, min(start + num, self.num_computed) - start)
         self.num_computed = max(self.num_computed, start + num)
+        if tree is None:
+            return
+        self.node_rows += len(tree.node_ids)
+        self.real = self.real and self._is_real(tree.node_ids, tree.tokens)
+        columns = (tree.node_ids, tree.tokens, tree.parent_ids, tree.positions)
+        for node_id, *row in zip(*(column.tolist() for column in columns), strict=True):
+            if node_id in self.nodes:
+                self.repeated.append(node_id)
+            self.nodes[node_id] = tuple(row)
 
     def commit(self, commit: Commit) -> None:
         """Counts the committed nodes that had been computed as committed tokens."""
@@ -110,13 +114,10 @@ class Watch:
     """The events recorded in one run.
 
     Attributes:
-        shadows: one per cache, in order of creation.
-        passes: number of rows of each pass, by model name.
-        expanded: (request, node id) of the nodes that the source had to expand, and of their
-            ancestors.
+        num_rows: rows of all passes, by model name; ``counted_rows`` by the source itself.
+        expanded: (request, node id) that the source had to expand, and their ancestors.
         snapshots: each request's tree when last submitted, see ``snapshot``.
-        beyond: (request, node id) -> position of submitted nodes that the request cannot emit,
-            being beyond its last position.
+        beyond: (request, node id) -> position of submitted nodes that cannot be emitted.
         in_thread: whether the source's passes run in a thread, so that its caches change while
             they would be inspected.
         proposed: (request, node id) -> candidates that an asynchronous source has returned.
@@ -124,7 +125,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.shadows: list[Shadow] = []
-        self.passes: dict[str, list[int]] = {}
+        self.num_rows: Counter[str] = Counter()
+        self.counted_rows = 0
         self.expanded: set[tuple[int, int]] = set()
         self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
         self.beyond: dict[tuple[int, int], int] = {}
@@ -132,144 +134,87 @@ class Watch:
         self.proposed: dict[tuple[int, int], list[int]] = {}
         self._state: DecodeState | None = None
 
-    def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
-        """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
-        new_cache, forward = runner.new_cache, runner.forward
-        passes = self.passes.setdefault(runner.name, [])
-
-        def observed_cache(capacity: int, *pool: BlockPool) -> TreeCache:
-            cache = new_cache(capacity, *pool)
-            self._watch_cache(cache, runner)
-            self.shadows[-1].heads = heads
-            return cache
-
-        def counted(rows: Sequence[Rows], **options: Any) -> Any:
-            passes.append(sum(map(len, rows)))
-            return forward(rows, **options)
-
-        runner.__dict__.update(new_cache=observed_cache, forward=counted)
-
-    def parts(self, parts: Parts, state: DecodeState) -> None:
-        self._state = state
-        expand, submit = parts.source.expand, parts.executor.submit
-
-        def observed_expand(state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-            self._record_expansion(state, nodes)
-            candidates = expand(state, nodes, k)
-            self._record_candidates(nodes, candidates)
-            return candidates
-
-        def observed_submit(batch: Any) -> None:
-            for request in state.requests.values():
-                self.snapshots[request.id] = snapshot(request)
-                if not request.finished:
-                    self._record_beyond(request)
-            submit(batch)
-
-        levels = parts.source.levels
-        self.is_asynchronous = levels[0].asynchronous or levels[0] is not parts.source
-        self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
-        if self.is_asynchronous:
-            for number, level in enumerate(levels):
-                self._observe_passes(level, proposes=number == 0)
-        parts.executor.__dict__["submit"] = observed_submit
-        parts.source.__dict__["expand"] = observed_expand
-
     @property
     def drafts(self) -> list[Shadow]:
         """The caches of draft models that can be inspected between steps."""
         return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
 
-    def _observe_passes(self, source: Any, *, proposes: bool) -> None:
-        """Observes an asynchronous source, or a model of one whose candidates stay inside it.
+    def pair(self, pair: RandomPair) -> None:
+        """Observes the models that parts make of ``pair``."""
 
-        ``proposes`` says whether the candidates go into the trees.
-        """
-        start, poll = source.start, source.poll
+        def runner(
+            made: ModelRunner, _name: str, _meter: Meter, group: Collective | None = None
+        ) -> None:
+            self.model(made, None if group is None else _heads(made, pair.draft, group))
 
-        def observed_start(state: DecodeState, nodes: Nodes, k: int) -> Ticket:
-            self._record_expansion(state, nodes)
-            ticket: Ticket = start(state, nodes, k)
-            return ticket
+        observe(pair, "runner", after=runner)
+        observe(pair, "stage", after=lambda stage, *_, **__: self.model(stage.runner))
 
-        def observed_poll(ticket: Ticket) -> Candidates | None:
-            candidates: Candidates | None = poll(ticket)
-            if candidates is not None and proposes:
+    def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
+        """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
+
+        def cache(cache: TreeCache, *_: Any) -> None:
+            # Parts create caches in `open`, for the request that was admitted last.
+            requests = [] if self._state is None else list(self._state.requests.values())
+            shadow = Shadow(cache, runner, requests[-1] if requests else None, heads)
+            self.shadows.append(shadow)
+            observe(cache, "rows", before=shadow.record)
+
+        def count(rows: Sequence[Any], **_: Any) -> None:
+            self.num_rows[runner.name] += sum(map(len, rows))
+
+        observe(runner, "new_cache", after=cache)
+        observe(runner, "forward", before=count)
+
+    def parts(self, parts: Parts, state: DecodeState) -> None:
+        self._state = state
+        levels = parts.source.levels
+        self.is_asynchronous = levels[0].asynchronous or levels[0] is not parts.source
+        self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
+
+        def expanded(candidates: Candidates, _state: DecodeState, nodes: Nodes, _k: int) -> None:
+            if self.is_asynchronous:
+                self._record_candidates(nodes, candidates)
+
+        def polled(candidates: Candidates | None, ticket: Ticket) -> None:
+            if candidates is not None:
                 self._record_candidates(ticket.nodes, candidates)
-            return candidates
 
-        source.__dict__.update(start=observed_start, poll=observed_poll)
+        observe(parts.executor, "submit", before=lambda _: self._record_trees(state))
+        observe(parts.source, "expand", before=self._record_expansion, after=expanded)
+        for number, level in enumerate(levels if self.is_asynchronous else ()):
+            observe(level, "start", before=self._record_expansion)
+            if number == 0:  # the candidates of the others stay inside them
+                observe(level, "poll", after=polled)
 
     def step(self, commits: Sequence[Commit]) -> None:
         """Updates which committed tokens each cache has received, from the commits of a step."""
-        by_request = {commit.request: commit for commit in commits}
         for shadow in self.shadows:
-            if shadow.request is not None and shadow.request.id in by_request:
-                shadow.commit(by_request[shadow.request.id])
+            for commit in commits:
+                if shadow.request is not None and shadow.request.id == commit.request:
+                    shadow.commit(commit)
 
-    def _record_expansion(self, state: DecodeState, nodes: Nodes) -> None:
+    def _record_expansion(self, state: DecodeState, nodes: Nodes, _k: int) -> None:
         for request_id, ids in nodes.items:
-            request = state.requests[request_id]
-            for slot in request.tree.slots(ids).tolist():
-                path = request.tree.ids[request.tree.path(slot)].tolist()
+            tree = state.requests[request_id].tree
+            for slot in tree.slots(ids).tolist():
+                path = tree.ids[tree.path(slot)].tolist()
                 self.expanded |= {(request_id, node_id) for node_id in path}
 
-    def _record_beyond(self, request: RequestState) -> None:
-        tree = request.tree
-        last = request.num_prompt - 1 + request.stop.max_new_tokens  # as DecodeState.emit counts
-        for slot in np.flatnonzero(tree.positions > last).tolist():
-            self.beyond[request.id, int(tree.ids[slot])] = int(tree.positions[slot])
+    def _record_trees(self, state: DecodeState) -> None:
+        for request in state.requests.values():
+            self.snapshots[request.id] = snapshot(request)
+            if not request.finished:
+                tree = request.tree
+                last = request.num_prompt - 1 + request.stop.max_new_tokens
+                for slot in np.flatnonzero(tree.positions > last).tolist():
+                    self.beyond[request.id, int(tree.ids[slot])] = int(tree.positions[slot])
 
     def _record_candidates(self, nodes: Nodes, candidates: Candidates) -> None:
-        if not self.is_asynchronous:
-            return
         for request_id, ids, rows in nodes.packed():
             part = zip(candidates.tokens[rows], candidates.counts[rows], strict=True)
             for node_id, (tokens, count) in zip(ids.tolist(), part, strict=True):
                 self.proposed[request_id, node_id] = tokens[:count].tolist()
-
-    def _watch_cache(self, cache: TreeCache, runner: ModelRunner) -> None:
-        # Parts create caches in `open`, for the request that was admitted last.
-        requests = [] if self._state is None else list(self._state.requests.values())
-        shadow = Shadow(cache, runner, requests[-1] if requests else None)
-        self.shadows.append(shadow)
-        rows = cache.rows
-
-        def recorded(*, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
-            shadow.record_prefix(len(prefix_tokens))
-            if tree is not None:
-                shadow.record(tree)
-            return rows(prefix_tokens=prefix_tokens, tree=tree)
-
-        cache.__dict__["rows"] = recorded
-
-
-class ObservedPair(RandomPair):
-    _watch: Watch
-
-    @classmethod
-    def of(cls, watch: Watch, **keys: Any) -> ObservedPair:
-        """Builds a pair from a ``model`` section without its kind."""
-        pair: ObservedPair = with_flat_options(cls)(**keys)
-        pair._watch = watch
-        return pair
-
-    def stage(
-        self,
-        first: int,
-        last: int,
-        meter: Meter,
-        group: Collective | None = None,
-        capture: Sequence[HiddenName] = (),
-    ) -> ModelStage:
-        stage = super().stage(first, last, meter, group, capture)
-        self._watch.model(stage.runner)
-        return stage
-
-    def runner(self, name: str, meter: Meter, group: Collective | None = None) -> ModelRunner:
-        runner = super().runner(name, meter, group)
-        self._watch.model(runner, None if group is None else _heads(runner, self.draft, group))
-        return runner
 
 
 def _heads(

@@ -4,24 +4,29 @@ Logits come from transformers' forward over the whole sequence, draws from a sec
 of the keyed generator on Python integers, and top-k and top-p from their definitions on a sorted
 row. Stop rules are evaluated on the whole output after each token.
 
+``differences`` compares an output with plain decoding after the same tokens. In low precision,
+passes of many rows round otherwise than passes of one, so the distance by which plain decoding
+missed a token is compared with the measured effect of that on the logits: up to it the difference
+is a *tie*, beyond it a fault.
+
 Shape letters: V vocabulary, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from specdec.certify.cases import Decoded
+from specdec.certify.cases import Case, Decoded
+from specdec.metrics.compare import first_difference
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
-from specdec.types import FloatArray
-
-LogitsOf = Callable[[tuple[int, ...]], FloatArray]
-"""Maps a sequence to float64[V], the logits of its next token."""
+from specdec.types import BoolArray, FloatArray
 
 _WORD = 2**64 - 1
 
@@ -43,11 +48,9 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return a, b, c, d
 
 
-def target_draw(seed: int, prompt_id: int, position: int) -> float:
-    return reference_draw(seed, prompt_id, position, purpose=0, index=0)
-
-
-def reference_draw(seed: int, prompt_id: int, position: int, purpose: int, index: int) -> float:
+def reference_draw(
+    seed: int, prompt_id: int, position: int, purpose: int = 0, index: int = 0
+) -> float:
     """Returns the uniform draw of a key of ``KeyedDraws``; each counter value yields four draws."""
     counter = (position // 4 + 1, index, purpose, 0)  # numpy counts up before it draws
     word = philox(counter, (seed & _WORD, prompt_id & _WORD))[position % 4]
@@ -90,7 +93,10 @@ def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
 
 def reference_token(logits: FloatArray, params: SamplingParams, draw: float) -> int:
     """Returns the token at ``draw`` of the CDF in token-id order; if greedy, the first argmax."""
-    probs = reference_probs(logits, params)
+    return token_at(reference_probs(logits, params), draw)
+
+
+def token_at(probs: FloatArray, draw: float) -> int:
     last = int(np.flatnonzero(probs)[-1])  # where rounding leaves the CDF below the draw
     return min(int(probs.cumsum().searchsorted(draw, side="right")), last)
 
@@ -106,52 +112,196 @@ def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
     return "length" if len(output) >= stop.max_new_tokens else None
 
 
+def whole_pass(model: torch.nn.Module, tokens: Sequence[int]) -> FloatArray:
+    """Returns float64[T, V], the logits after each token, from one forward without a cache."""
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        out = model(torch.tensor([list(tokens)], device=device), use_cache=False)
+    found: FloatArray = out.logits[0].to(torch.float64).cpu().numpy()
+    return found
+
+
 class Oracle:
     """Decodes with transformers' own forward, without a cache; ``seed`` keys the draws."""
 
     def __init__(self, model: torch.nn.Module, *, seed: int) -> None:
-        self._model = model
-        self._seed = seed
-        self._cached: dict[tuple[int, ...], FloatArray] = {}
+        self._model, self._seed = model, seed
 
-    def logits(self, tokens: tuple[int, ...]) -> FloatArray:
-        """Returns float64[V], the logits after ``tokens``, from a forward over all of them."""
-        if tokens not in self._cached:
-            device = next(self._model.parameters()).device
-            with torch.inference_mode():
-                out = self._model(torch.tensor([list(tokens)], device=device), use_cache=False)
-            self._cached[tokens] = out.logits[0, -1].to(torch.float64).cpu().numpy()
-        return self._cached[tokens]
+    def decode(self, case: Case) -> Decoded:
+        return plain_decode(lambda t: whole_pass(self._model, t)[-1], case, self._seed)
 
-    def decode(
-        self, *, prompt_id: int, prompt: Sequence[int], sampling: SamplingParams, stop: StopRules
-    ) -> Decoded:
-        return plain_decode(
-            self.logits,
-            seed=self._seed,
-            prompt_id=prompt_id,
-            prompt=prompt,
-            sampling=sampling,
-            stop=stop,
-        )
+    def differences(self, case: Case, decoded: Decoded | None) -> list[Difference]:
+        """Returns where ``decoded`` differs from plain decoding, at most one place."""
+        if decoded is None:
+            return [Difference(0, "the request was lost")]
+        rows = whole_pass(self._model, (*case.prompt, *decoded.output[:-1]))
+        return [*differences(case, decoded, rows[len(case.prompt) - 1 :], seed=self._seed)]
 
 
 def plain_decode(
-    logits_of: LogitsOf,
-    *,
-    seed: int,
-    prompt_id: int,
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    stop: StopRules,
+    logits_of: Callable[[tuple[int, ...]], FloatArray], case: Case, seed: int
 ) -> Decoded:
-    tokens, output = list(prompt), list[int]()
+    """``logits_of`` maps a sequence to float64[V], the logits of its next token."""
+    tokens, output = list(case.prompt), list[int]()
     while True:
-        logits = processed(logits_of(tuple(tokens)), sampling, tokens)
-        draw = target_draw(seed, prompt_id, len(tokens))
-        token = reference_token(logits, sampling, draw)
-        tokens.append(token)
-        output.append(token)
-        reason = reference_reason(output, stop)
+        logits = processed(logits_of(tuple(tokens)), case.sampling, tokens)
+        draw = reference_draw(seed, case.id, len(tokens))
+        output.append(reference_token(logits, case.sampling, draw))
+        tokens.append(output[-1])
+        reason = reference_reason(output, case.stop)
         if reason is not None:
             return Decoded(tuple(output), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    at: int  # index in the output
+    text: str
+    is_tie: bool = False
+
+
+def differences(
+    case: Case,
+    decoded: Decoded,
+    rows: FloatArray,
+    *,
+    seed: int,
+    errors: FloatArray | None = None,
+    tokens: bool = True,
+) -> Iterator[Difference]:
+    """Yields differences from plain decoding, up to the first that is no tie.
+
+    Args:
+        rows: float64[T, V], the logits of plain decoding for each output token.
+        errors: float64[T], by how much rounding may change them; without, nothing is a tie.
+        tokens: whether tokens must be those of plain decoding; else they must only be possible.
+    """
+    output, params = decoded.output, case.sampling
+    if not output:
+        yield Difference(0, "the output is empty")
+    for at, token in enumerate(output):
+        prefix = (*case.prompt, *output[:at])
+        where = f"output token {at} is {token} from {decoded.proposer(at)}"
+        logits = processed(rows[at], params, prefix)
+        draw = reference_draw(seed, case.id, len(prefix)) if tokens else 0.5
+        if tokens:
+            expected = reference_token(logits, params, draw)
+        else:
+            expected = token if reference_probs(logits, params)[token] > 0.0 else -1
+        if token != expected:
+            error = 0.0 if errors is None else float(errors[at])
+            nearest = distance(logits, params, draw, token, error)
+            is_tie = errors is not None and nearest.is_tie
+            text = f"{where} instead of {expected}" if tokens else f"{where}, which cannot be"
+            text += f", {nearest.kind} {nearest.value:.1e}"
+            if errors is not None:
+                text += f" ({'a tie' if is_tie else 'beyond'} {nearest.allowance:.1e})"
+            yield Difference(at, text, is_tie)
+            if not is_tie:
+                return
+        reason, last = reference_reason(output[: at + 1], case.stop), at == len(output) - 1
+        if (reason is not None) != last:
+            how = "the end instead of a token" if last else "there instead of the end"
+            yield Difference(at + 1, f"output token {at + 1} is {how}")
+            return
+        if last and decoded.reason != reason:
+            yield Difference(at, f"ended by {decoded.reason} instead of {reason}")
+
+
+def unequal(
+    cases: Sequence[Case],
+    outputs: Mapping[int, Decoded],
+    expected: Mapping[int, Decoded],
+    where: str = "",
+) -> Iterator[str]:
+    """Yields the first difference of each output from the one of another run."""
+    for case in cases:
+        decoded, other = outputs.get(case.id, Decoded((), None)), expected[case.id].output
+        at = first_difference(decoded.output, other)
+        if at is not None:
+            found, right = (
+                f"{t[at]}" if at < len(t) else "the end" for t in (decoded.output, other)
+            )
+            who = f" from {decoded.proposer(at)}" if at < len(decoded.output) else ""
+            yield f"{case.label}{where}: output token {at} is {found}{who} instead of {right}"
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far plain decoding was from choosing another token.
+
+    ``kind`` is a "top-two gap" in logits or a "CDF edge" in probability; for a token that a filter
+    removed it is a "filter boundary and CDF edge". Rounding explains up to ``allowance``.
+    """
+
+    kind: str
+    value: float
+    allowance: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.value <= self.allowance
+
+
+def distance(
+    logits: FloatArray, params: SamplingParams, draw: float, token: int, error: float
+) -> Distance:
+    """Measures how far plain decoding was from choosing ``token``, as the strategy did.
+
+    ``logits`` are float64[V] after the processors; ``error`` is the largest change of one by
+    batching, ``draw`` the uniform draw of plain decoding.
+    """
+    if params.greedy:
+        return Distance("top-two gap", float(logits.max() - logits[token]), 2.0 * error)
+    probs = reference_probs(logits, params)
+    cdf = probs.cumsum()
+    low, high = float(cdf[token] - probs[token]), float(cdf[token])
+    kind = "CDF edge" if probs[token] > 0.0 else "filter boundary and CDF edge"
+    lowest, highest = np.inf, -np.inf  # bounds of the token's part for logits within ``error``
+    certain, possible = _filtered(logits, params, error)
+    if possible[token]:
+        least, most = _weights(logits, params, error, certain, possible)
+        lowest = float(_share(least[:token].sum(), most[token:].sum()))
+        highest = float(_share(most[: token + 1].sum(), least[token + 1 :].sum()))
+    if draw < low:
+        return Distance(kind, low - draw, low - lowest)
+    return Distance(kind, max(draw - high, 0.0), highest - high)
+
+
+def _weights(
+    logits: FloatArray,
+    params: SamplingParams,
+    error: float,
+    certain: BoolArray,
+    possible: BoolArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Bounds the unnormalised probabilities, float64[V] each; 0 for a removed token."""
+    weights = np.exp((logits - logits.max()) / params.temperature)
+    swing = np.exp(min(error / params.temperature, 50.0))
+    return np.where(certain, weights / swing, 0.0), np.where(possible, weights * swing, 0.0)
+
+
+def _share(part: Any, rest: Any) -> Any:
+    return part / np.maximum(part + rest, 1e-300)
+
+
+def _filtered(
+    logits: FloatArray, params: SamplingParams, error: float
+) -> tuple[BoolArray, BoolArray]:
+    """Returns bool[V], tokens certainly kept and possibly kept, for logits within ``error``."""
+    certain, possible = np.ones((2, len(logits)), np.bool_)
+    if 0 < params.top_k < len(logits):
+        kth = np.sort(logits)[-params.top_k]
+        certain, possible = logits > kth + 2.0 * error, logits >= kth - 2.0 * error
+    if params.top_p == 1.0:
+        return certain, possible
+    least, most = _weights(logits, params, error, certain, possible)
+    order = np.argsort(-logits, kind="stable")
+    descending = -logits[order]
+    least_to, most_to = (np.append(0.0, w[order].cumsum()) for w in (least, most))
+    # Number of tokens that certainly and that possibly rank above each token.
+    sure = np.searchsorted(descending, -logits - 2.0 * error, side="left")
+    maybe = np.searchsorted(descending, -logits + 2.0 * error, side="right")
+    lowest = _share(least_to[sure], most_to[-1] - most_to[sure])
+    highest = _share(most_to[maybe] - most, least_to[-1] - least_to[maybe] + least)
+    return certain & (highest < params.top_p), possible & (lowest < params.top_p)

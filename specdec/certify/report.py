@@ -31,9 +31,7 @@ _WIDTH = 110  # columns, if the output is not a terminal
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of one check.
-
-    ``passed`` is None if the check does not apply to this configuration, or is a note: a problem
+    """``passed`` is None if the check does not apply to this configuration, or is a note: a problem
     that leaves the output right, such as work done twice. Notes do not change the verdict.
     """
 
@@ -44,7 +42,6 @@ class Check:
 
     @property
     def result(self) -> str:
-        """The outcome in a word: "passed", "failed", "note" or "skipped" (does not apply)."""
         if self.passed is None:
             return "note" if self.note else "skipped"
         return "passed" if self.passed else "failed"
@@ -65,14 +62,10 @@ class Crash:
 
     @property
     def where(self) -> str:
-        """Names part, request and step in parentheses, as far as they are known."""
-        known = [
-            self.part,
-            "" if self.request is None else f"request {self.request}",
-            "" if self.step is None else f"step {self.step}",
-        ]
-        text = ", ".join(filter(None, known))
-        return f" ({text})" if text else ""
+        known = [self.part] if self.part else []
+        known += [f"request {self.request}"] if self.request is not None else []
+        known += [f"step {self.step}"] if self.step is not None else []
+        return f" ({', '.join(known)})" if known else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,6 @@ class Report:
 
     @property
     def lossless(self) -> bool:
-        """Whether the verifier is declared lossless and no check failed."""
         return self.claims is not Lossless.LOSSY and not self.failed
 
     @property
@@ -149,12 +141,5 @@ def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None =
 
 
 def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
-    """Joins the first ``limit`` details, and states the number of the others."""
-    shown = "; ".join(details[:limit])
-    more = len(details) - limit
-    return f"{shown}; and {more} more" if more > 0 else shown
-
-
-def error_text(error: Exception) -> str:
-    """Formats an exception in one line of at most about 300 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    more = [f"and {len(details) - limit} more"] if len(details) > limit else []
+    return "; ".join([*details[:limit], *more])

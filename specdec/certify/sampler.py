@@ -1,8 +1,8 @@
 """Checks the sampler of the target's answers row by row against the reference (``oracle``).
 
-The answerer of the composed pair gets rows of generated logits that are hard cases: vocabularies
-longer than one block of a cumulative sum and no multiple of it, requests with different parameters
-in one batch, ids and seeds of more than 32 bits, unordered positions.
+The answerer gets rows of generated logits that are hard cases: vocabularies longer than one block
+of a cumulative sum and no multiple of it, requests with different parameters in one batch, ids and
+seeds of more than 32 bits, unordered positions.
 
 Shape letters: A rows, V vocabulary.
 """
@@ -10,14 +10,13 @@ Shape letters: A rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec.certify.cases import Case
-from specdec.certify.oracle import processed, reference_draw, reference_probs, reference_token
+from specdec.certify.oracle import processed, reference_draw, reference_probs, token_at
 from specdec.certify.report import Check, joined_details
 from specdec.certify.subject import Subject
 from specdec.device import on_host
@@ -26,16 +25,11 @@ from specdec.pairs import HuggingFacePair
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
-from specdec.types import Batch, FloatArray, IntArray, TreeRows
+from specdec.types import Batch, FloatArray, TreeRows
 
-TOLERANCE = 1e-9
-"""Allowed absolute error of a probability."""
-
+TOLERANCE = 1e-9  # of a probability
+# The last ones are searched by blocks and processed in parts, or longer than such a part.
 VOCAB_SIZES = (61, 320, 1000, 33_001, 151_671)
-"""The last ones are searched by blocks and processed in parts, or longer than such a part; not all
-are multiples of a block.
-"""
-
 _ROWS = 6  # a chain of nodes per request
 _SEED_BITS = 7 << 32  # added to the configured seed
 _STARTS = (700, 250, 120, 9, 60)  # positions of the first node: later batches go back
@@ -68,31 +62,30 @@ SAMPLINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One request's rows: a chain of nodes after its prompt, with their logits, float64[A, V]."""
-
-    label: str
-    case: Case
-    rows: TreeRows
-    logits: FloatArray
+_Rows = tuple[Case, TreeRows, FloatArray, FloatArray]
+"""A request, a chain of nodes after its prompt, their logits and what is drawn from, [A, V]."""
 
 
 def sampler(subject: Subject) -> Check:
-    """Checks that tokens and distributions of the target's rows are those of the reference."""
     pair = subject.pair("mixed")
     if not isinstance(pair, HuggingFacePair):
         return Check("sampler", None, "the models' answers are not sampled from logits")
-    problems: list[str] = []
-    count = 0
-    for needs_probs in (False, True):
-        for high in (0, _SEED_BITS):
-            draws = KeyedDraws(seed=subject.seed + high)
-            answerer = pair.answerer(draws=draws, needs_probs=needs_probs)
-            for number, vocab_size in enumerate(VOCAB_SIZES):
-                parts = list(_parts(number, vocab_size))
-                problems += _differences(answerer, parts, draws.seed, pair.device)
-                count += sum(len(part.logits) for part in parts)
+    answerers = [
+        (pair.answerer(draws=KeyedDraws(seed=seed), needs_probs=needs_probs), seed)
+        for needs_probs in (False, True)
+        for seed in (subject.seed, subject.seed + _SEED_BITS)
+    ]
+    problems, count = list[str](), 0
+    for number, vocab_size in enumerate(VOCAB_SIZES):
+        parts = list(_parts(number, vocab_size))
+        for answerer, seed in answerers:
+            for case, *_ in parts:
+                answerer.open(case.request())
+            for batch in (parts, *([part] for part in parts)):
+                problems += _differences(answerer, batch, seed, pair.device)
+            for case, _, logits, _ in parts:
+                answerer.close(case.id)
+                count += len(logits)
     if problems:
         return Check("sampler", False, joined_details(problems))
     widest = max(VOCAB_SIZES)
@@ -108,6 +101,7 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         logits[3, -3:] += 3.0 * np.log(vocab_size)  # the last ids have most of the mass
         request_id = 20 * number + index + (index % 2 << 33)
         prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
+        label = f"{label}, {vocab_size} logits"
         case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))
         ids = np.arange(_ROWS)
         rows = TreeRows.within(
@@ -117,54 +111,32 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
             tokens=np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)]),
             parent_ids=ids - 1,
         )
-        yield _Rows(label, case, rows, logits)
+        histories = [(*prompt, *rows.tokens[1 : at + 1].tolist()) for at in range(_ROWS)]
+        law = SamplingParams(temperature=1.0) if params.greedy else params
+        probs = [
+            reference_probs(processed(row, params, history), law)
+            for row, history in zip(logits, histories, strict=True)
+        ]
+        yield case, rows, logits, np.stack(probs)
 
 
 def _differences(
-    answerer: Answerer, parts: Sequence[_Rows], seed: int, device: str
+    answerer: Answerer, batch: Sequence[_Rows], seed: int, device: str
 ) -> Iterator[str]:
-    """Yields answers that differ from the reference: all requests in one batch, then one by one."""
-    for part in parts:
-        answerer.open(part.case.request())
-    for batch in (list(parts), *([part] for part in parts)):
-        logits = torch.from_numpy(np.concatenate([part.logits for part in batch])).to(device)
-        trees = tuple(part.rows for part in batch)
-        answers = answerer.answer(Batch(step=0, trees=trees), logits)
-        for part, answer in zip(batch, answers, strict=True):
-            probs = None if answer.probs is None else on_host(answer.probs)
-            for row, (tokens, scores) in enumerate(_histories(part)):
-                found = _difference(part, row, scores, seed, answer.tokens, probs)
-                if found:
-                    size = part.logits.shape[1]
-                    how = "alone" if len(batch) == 1 else "in a batch"
-                    yield f"{part.label}, {size} logits, {len(tokens)} tokens, {how}: {found}"
-                    break
-    for part in parts:
-        answerer.close(part.case.id)
-
-
-def _histories(part: _Rows) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
-    """Yields (tokens up to a row's node, its processed logits) per row."""
-    for row, logits in enumerate(part.logits):
-        tokens = (*part.case.prompt, *part.rows.tokens[1 : row + 1].tolist())
-        yield tokens, processed(logits, part.case.sampling, tokens)
-
-
-def _difference(
-    part: _Rows,
-    row: int,
-    scores: FloatArray,
-    seed: int,
-    tokens: IntArray,
-    probs: FloatArray | None,
-) -> str | None:
-    params, position = part.case.sampling, int(part.rows.positions[row]) + 1
-    draw = reference_draw(seed, part.case.id, position, Purpose.TARGET, 0)
-    expected = reference_token(scores, params, draw)
-    if int(tokens[row]) != expected:
-        return f"row {row} gets token {tokens[row]} instead of {expected}"
-    if probs is None:
-        return None
-    law = reference_probs(scores, SamplingParams(temperature=1.0) if params.greedy else params)
-    error = float(np.abs(probs[row] - law).max())
-    return None if error <= TOLERANCE else f"a probability of row {row} differs by {error:.1e}"
+    """Yields the first answer of each request that differs from the reference."""
+    logits = torch.from_numpy(np.concatenate([logits for _, _, logits, _ in batch])).to(device)
+    answers = answerer.answer(Batch(step=0, trees=tuple(rows for _, rows, *_ in batch)), logits)
+    for (case, rows, _, laws), answer in zip(batch, answers, strict=True):
+        probs = None if answer.probs is None else on_host(answer.probs)
+        for row, law in enumerate(laws):
+            position, token, found = int(rows.positions[row]) + 1, int(answer.tokens[row]), ""
+            draw = reference_draw(seed, case.id, position, Purpose.TARGET, 0)
+            expected = int(law.argmax()) if case.sampling.greedy else token_at(law, draw)
+            if token != expected:
+                found = f"row {row} gets token {token} instead of {expected}"
+            elif probs is not None and not (error := np.abs(probs[row] - law).max()) <= TOLERANCE:
+                found = f"a probability of row {row} differs by {error:.1e}"
+            if found:
+                how = "alone" if len(batch) == 1 else "in a batch"
+                yield f"{case.label}, {len(case.prompt) + row} tokens, {how}: {found}"
+                break

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specdec.certify.cases import Case, Decoded
+from specdec.certify.cases import VOCAB_SIZE, Case, Decoded
 from specdec.certify.oracle import Oracle
 from specdec.compose.workbench import Parts, compose
 from specdec.distributed.group import RankGroup
@@ -26,19 +26,15 @@ from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams
 from specdec.types import Commit
 
-Build = Callable[[Mapping[str, Any], ModelPair], Parts]
-"""Builds parts from a configuration and a pair (default: ``compose``)."""
+Build = Callable[[Mapping[str, Any], ModelPair], Parts]  # by default ``compose``
 
-VOCAB_SIZE = 96
 WIDE_VOCAB_SIZE = 600  # of "wide": larger than the block size in which a row is summed
 WINDOW = 2  # of "window": shorter than the sequences and tree paths that are checked
 MAX_POSITIONS = 64
-LONG_POSITIONS = 640  # of ``long_request``: five blocks of draws
+LONG_POSITIONS = 640  # of "long": five blocks of draws
 MAX_STAGES = 4  # pipeline stages in one process
 MAX_RANKS = 8  # pipeline stages that are processes
 _MIN_LAYERS = 3
-_LOGIT_STEP = 1.0
-_MIXED_SCALE, _PERFECT_SCALE = 4.0, 8.0  # logits with standard deviations of 3 and 6
 _NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` can check
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
 # Ranks that hang are named soon; a cache of suffixes is built again after a few requests.
@@ -57,6 +53,10 @@ def refuse(cfg: Mapping[str, Any]) -> None:
         )
 
 
+class CannotCompose(UserError):
+    """The strategy cannot decode the configured models, which is no fault of either."""
+
+
 class Subject:
     """A configuration under test.
 
@@ -64,9 +64,8 @@ class Subject:
         cfg: the resolved configuration of the user.
         small: the same with a small random float64 pair and few stages.
         claims: the losslessness that the verifier declares.
-        build: builds the parts of a configuration on a pair.
         full: whether the checks are the deeper ones of ``depth=full``.
-        notes: results that checks share with each other.
+        notes: results that checks share.
     """
 
     def __init__(
@@ -79,11 +78,10 @@ class Subject:
         self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
         self.build, self.full = build, full
-        self.notes: dict[str, object] = {}
+        self.notes: dict[str, Any] = {}
         self._pairs: dict[str, ModelPair] = {}
-        self._oracles: dict[str, Oracle] = {}
         with self.composed("mixed") as parts:
-            self.claims = parts.verifier.lossless
+            self.claims, self.draws = parts.verifier.lossless, parts.draws
 
     @cached_property
     def sampling(self) -> SamplingParams:
@@ -92,51 +90,35 @@ class Subject:
     def model(self, kind: str) -> dict[str, Any]:
         """Returns the ``model`` section of a kind of pair.
 
-        Args:
-            kind: "mixed": the draft agrees with the target about every second time; "perfect": it
-                always agrees, and the distributions are more peaked; "ties": as "mixed", with
-                logits rounded so that equal ones are common; "long": as "perfect", with more
-                positions; "wide": as "mixed", with a larger vocabulary; "window": as "perfect",
-                with a short sliding window, for families that have one; "window FAMILY": the same
-                with another family.
+        The draft of "mixed" agrees with the target about every second time, that of "perfect"
+        always, and there distributions are more peaked. The others are as one of the two.
         """
         kind, _, family = kind.partition(" ")
-        perfect = kind in ("perfect", "long", "window")
-        layers = int(self.small["model"]["num_layers"])
-        section = dict(self.small["model"])
-        section["draft_layers"] = layers if perfect else layers - 1
+        section, perfect = dict(self.small["model"]), kind in ("perfect", "long", "window")
+        section["draft_layers"] = int(section["num_layers"]) - (not perfect)
         if _names_middle(self.cfg.get("source")):  # none for parts made in Python
             section["middle_layers"] = section["draft_layers"]
             section["draft_layers"] -= 1
-        section["logit_scale"] = _PERFECT_SCALE if perfect else _MIXED_SCALE
-        if kind == "long":
-            section["max_positions"] = self.long_positions
-        if kind == "ties":
-            section["logit_step"] = _LOGIT_STEP
-        if kind == "wide":
-            section["vocab_size"] = WIDE_VOCAB_SIZE
-        if kind == "window":
-            section |= {"sliding_window": WINDOW, "family": family or section["family"]}
-        return section
+        section["logit_scale"] = 8.0 if perfect else 4.0  # standard deviations of 6 and 3
+        changes: dict[str, dict[str, Any]] = {
+            "long": {"max_positions": self.times * LONG_POSITIONS},
+            "ties": {"logit_step": 1.0},  # equal logits are common
+            "wide": {"vocab_size": WIDE_VOCAB_SIZE},
+            "window": {"sliding_window": WINDOW, "family": family or section["family"]},
+        }
+        return section | changes.get(kind, {})
 
     @property
     def windowed(self) -> tuple[str, ...]:
         """Kinds of pairs (see ``model``) with a sliding window, for families that can have one."""
         own = self.small["model"]["family"]
-        kinds: tuple[str, ...] = ("window",) if own in WINDOWED else ()
-        if self.full:
-            kinds += tuple(f"window {family}" for family in sorted(WINDOWED - {own}))
-        return kinds
+        others = sorted(WINDOWED - {own}) if self.full else ()
+        return (*(["window"] if own in WINDOWED else []), *(f"window {name}" for name in others))
 
     @property
     def times(self) -> int:
         """A check decodes this many times as many requests as in the standard depth."""
         return 4 if self.full else 1
-
-    @property
-    def long_positions(self) -> int:
-        """Positions of the model of ``long_request``: whole blocks of draws, at least five."""
-        return self.times * LONG_POSITIONS
 
     def pair(self, kind: str) -> ModelPair:
         """Returns the pair of a kind (see ``model``), which is built once."""
@@ -144,53 +126,44 @@ class Subject:
             self._pairs[kind] = build_pair(self.model(kind))
         return self._pairs[kind]
 
+    def oracle(self, kind: str) -> Oracle:
+        pair = self.pair(kind)
+        assert isinstance(pair, RandomPair)
+        return Oracle(pair.target, seed=self.seed)
+
     @contextmanager
     def composed(
         self, kind: str = "mixed", *, pair: ModelPair | None = None, **changes: Any
     ) -> Iterator[Parts]:
-        """Builds the strategy on a small pair, and shuts it down afterwards.
+        """Builds the strategy on a pair of a kind (see ``model``), and shuts it down afterwards.
 
-        Args:
-            kind: kind of the pair, see ``model``.
-            pair: used instead of that pair; ``changes`` must then describe it under ``model``.
-            changes: sections that replace those of the configuration.
+        ``changes`` are sections that replace those of the configuration. They must describe
+        ``pair`` under ``model`` if it is used instead.
         """
         cfg = {**self.small, "model": self.model(kind), **changes}
-        with self.built(cfg, pair or self.pair(kind)) as parts:
+        with self.built(cfg, pair or self.pair(kind), configured=False) as parts:
             yield parts
 
     @contextmanager
-    def built(self, cfg: Mapping[str, Any], pair: ModelPair) -> Iterator[Parts]:
-        parts = self.build(cfg, pair)
+    def built(
+        self, cfg: Mapping[str, Any], pair: ModelPair, *, configured: bool = True
+    ) -> Iterator[Parts]:
+        try:
+            parts = self.build(cfg, pair)
+        except UserError as refusal:
+            if configured:
+                raise CannotCompose(str(refusal)) from refusal
+            raise
         try:
             yield parts
         finally:
             parts.executor.shutdown()
 
-    def oracle(self, kind: str) -> Oracle:
-        if kind not in self._oracles:
-            pair = self.pair(kind)
-            assert isinstance(pair, RandomPair)
-            self._oracles[kind] = Oracle(pair.target, seed=self.seed)
-        return self._oracles[kind]
 
-    def expected(self, kind: str, case: Case) -> Decoded:
-        return self.oracle(kind).decode(
-            prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-        )
-
-
-def decode_cases(
-    parts: Parts, cases: Sequence[Case], *, batch_size: int = 1, prefill_chunk: int = 512
-) -> dict[int, Decoded]:
-    """Decodes cases with a strategy and returns the outputs by case id.
-
-    Raises:
-        AssertionError: the loop takes many more steps than any strategy needs.
-    """
+def decode_cases(parts: Parts, cases: Sequence[Case], **sizes: int) -> dict[int, Decoded]:
+    """Returns the outputs by case id; arguments as for ``decode_steps``."""
     outputs: dict[int, Decoded] = {}
-    steps = decode_steps(parts, cases, outputs, batch_size=batch_size, prefill_chunk=prefill_chunk)
-    for _ in steps:
+    for _ in decode_steps(parts, cases, outputs, **sizes):
         pass
     return outputs
 
@@ -200,11 +173,16 @@ def decode_steps(
     cases: Sequence[Case],
     outputs: dict[int, Decoded],
     *,
-    batch_size: int = 1,
-    prefill_chunk: int = 512,
     state: Any = None,
+    **sizes: int,
 ) -> Iterator[list[Commit]]:
-    """Runs ``decode_cases`` step by step, for checks in between; fills ``outputs``."""
+    """Decodes cases with a strategy and yields the commits of each step; fills ``outputs``.
+
+    ``sizes`` are ``batch_size`` and ``prefill_chunk`` of ``Parts.decode``.
+
+    Raises:
+        AssertionError: the loop takes many more steps than any strategy needs.
+    """
 
     def finished(request: Any) -> None:
         counters = request.counters
@@ -221,14 +199,8 @@ def decode_steps(
     executor = parts.executor
     per_token = (executor.in_flight + 2) * (1 if executor.latency else 10)
     limit = _MIN_STEPS + per_token * tokens
-    steps = parts.decode(
-        state,
-        [case.request() for case in cases],
-        batch_size=batch_size,
-        prefill_chunk=prefill_chunk,
-        on_finish=finished,
-    )
-    for commits in steps:
+    requests = [case.request() for case in cases]
+    for commits in parts.decode(state, requests, on_finish=finished, **sizes):
         made_progress()
         assert state.step <= limit, f"no end after {state.step} steps for {tokens} tokens"
         yield commits
@@ -236,14 +208,9 @@ def decode_steps(
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after ``seconds`` without a call of ``made_progress``.
-
-    It needs a timer of Unix and the main thread; elsewhere there is no limit.
-    """
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    """Raises TimeoutError after ``seconds`` without ``made_progress``; needs the main thread."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (in_main and hasattr(signal, "setitimer")):
         yield
         return
     previous = signal.signal(signal.SIGALRM, partial(_hung, seconds))
@@ -256,7 +223,6 @@ def hang_limit(seconds: float) -> Iterator[None]:
 
 
 def made_progress() -> None:
-    """Starts the time of ``hang_limit`` anew, if there is one."""
     if hasattr(signal, "setitimer") and (seconds := signal.getitimer(signal.ITIMER_REAL)[1]):
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
@@ -281,41 +247,23 @@ def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(ranks, 0)] if (ranks := _shrink(executor)) else []
 
 
-def _family(model: Mapping[str, Any]) -> str:
-    """Returns the target's architecture if its tree attention is certified, otherwise "llama"."""
-    family = "llama"
-    if model["kind"] == "random":
-        family = str(model.get("family", family))
-    elif model["kind"] == "pretrained":
-        family = inspect_model(family_path(str(model["target"]))).model_type
-    return family if family in CERTIFIED else "llama"
-
-
 def _on_ranks(executor: Mapping[str, Any]) -> bool:
     return executor.get("transport") == "distributed"
 
 
-def _max_stages(executor: Mapping[str, Any]) -> int:
-    return MAX_RANKS if _on_ranks(executor) else MAX_STAGES
-
-
 def _shrink(executor: dict[str, Any]) -> int:
-    """Limits the stages of a pipeline; returns its number of devices, 0 if it is no pipeline.
+    """Limits stages and degrees; returns the number of devices, 0 if it is no pipeline.
 
-    The limit is ``MAX_STAGES`` in one process, where further stages run the same code again, and
-    ``MAX_RANKS`` over processes. Tensor-parallel degrees are limited to ``MAX_STAGES``.
+    More than ``MAX_STAGES`` in one process would run the same code again.
     """
-    for degree in ("target_degree", "draft_degree"):
-        if executor.get(degree):
-            executor[degree] = min(executor[degree], MAX_STAGES)
-    stages, groups = executor.get("stages"), executor.get("groups")
-    if stages is None:
+    limit = MAX_RANKS if _on_ranks(executor) else MAX_STAGES
+    most = {"target_degree": MAX_STAGES, "draft_degree": MAX_STAGES, "stages": limit}
+    executor |= {key: min(executor[key], n) for key, n in most.items() if executor.get(key)}
+    if executor.get("stages") is None:
         return 0
-    limit = _max_stages(executor)
-    executor["stages"] = min(stages, limit)
-    if groups is None:
+    if executor.get("groups") is None:
         return int(executor["stages"])
-    executor["groups"] = list(groups[:limit])
+    executor["groups"] = list(executor["groups"][:limit])
     return int(sum(executor["groups"]))
 
 
@@ -325,38 +273,38 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
         small["clock"] = {"kind": "measured"}
     for section in _sections([small["executor"], small.get("source")]):
-        for key, most in _AT_MOST.items():
-            if isinstance(section, dict) and section.get(key) is not None:
-                section[key] = min(section[key], most)
-    model = cfg["model"]
-    exits: dict[str, Any] = {}
+        section.update({k: min(section[k], n) for k, n in _AT_MOST.items() if section.get(k)})
+    model, exits = cfg["model"], dict[str, Any]()
     if _has_exit(small.get("source")):
         exits = _shrink_exit(small["executor"], small["source"], model)
     devices = _shrink(small["executor"])
-    device = str(model.get("device", "cpu"))
+    device, attention = str(model.get("device", "cpu")), model.get("attention", "auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    family = "llama"
+    if model["kind"] == "random":
+        family = str(model.get("family", family))
+    elif model["kind"] == "pretrained":
+        family = inspect_model(family_path(str(model["target"]))).model_type
     small["model"] = {
         "kind": "random",
-        "family": _family(model),
-        "num_layers": exits.pop("num_layers", max(_MIN_LAYERS, devices)),
+        "family": family if family in CERTIFIED else "llama",
+        "num_layers": max(_MIN_LAYERS, devices),
         "vocab_size": VOCAB_SIZE,
         "max_positions": MAX_POSITIONS,
         "dtype": "float64",
         "device": "cpu" if device == "mps" else device,  # mps has no float64
-        "attention": model.get("attention", "auto"),
+        "attention": "auto" if attention in _NO_FLOAT64 else attention,
         "graphs": model.get("graphs", "off"),
         "exact": bool(model.get("exact", False)),
         **exits,
     }
-    if small["model"]["attention"] in _NO_FLOAT64:
-        small["model"]["attention"] = "auto"
     return small
 
 
-def _sections(node: Any) -> Iterator[Mapping[str, Any]]:
+def _sections(node: Any) -> Iterator[dict[str, Any]]:
     """Yields the mappings of a configuration node, at any depth."""
-    if isinstance(node, Mapping):
+    if isinstance(node, dict):
         yield node
         node = list(node.values())
     for part in node if isinstance(node, list) else ():
@@ -374,11 +322,8 @@ def _names_middle(source: Any) -> bool:
 def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
     """Gives a random pair a middle model if the source runs one."""
     model = cfg["model"]
-    if (
-        model.get("kind") != "random"
-        or model.get("middle_layers")
-        or not _names_middle(cfg["source"])
-    ):
+    has_one = model.get("kind") != "random" or model.get("middle_layers")
+    if has_one or not _names_middle(cfg["source"]):
         return cfg
     layers = max(int(model["num_layers"]) // 2, int(model["draft_layers"]))
     return {**cfg, "model": {**model, "middle_layers": layers}}
@@ -399,7 +344,7 @@ def _shrink_exit(
     exit_layer = int(model["exit_layer"] or 1)
     fitting = -(-layers // exit_layer)
     configured = int(executor["stages"] or fitting)
-    stages = max(2, min(configured, _max_stages(executor)))
+    stages = max(2, min(configured, MAX_RANKS if _on_ranks(executor) else MAX_STAGES))
     size = exit_layer if configured == fitting else layers / configured
     depth = 4 if _has_exit(source, (".MultiExitSource",)) else 2
     executor["stages"] = stages
@@ -413,8 +358,5 @@ def _shrink_exit(
     if source.get("further_exits"):
         further = {min(small(layer, stages), num_layers - 1) for layer in source["further_exits"]}
         source["further_exits"] = sorted(layer for layer in further if layer > first) or None
-    return {
-        "num_layers": num_layers,
-        "exit_layer": first,
-        "exit_head": str(model.get("exit_head", "norm")),
-    }
+    head = str(model.get("exit_head", "norm"))
+    return {"num_layers": num_layers, "exit_layer": first, "exit_head": head}

@@ -32,7 +32,7 @@ from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.early_exit import ppsd_law
 from specdec.state import StopRules
-from specdec.testing import Case, ObservedPair, Oracle, RandomPair, Watch, decode_cases
+from specdec.testing import Case, Oracle, RandomPair, Watch, decode_cases
 from specdec.train.drafter import OutputOptions, as_stored
 from specdec.train.heads import ExitDrafter, ExitSpec
 from specdec.types import Nodes
@@ -62,10 +62,7 @@ def assert_equal_to_plain(models: RandomPair, parts: Parts, batch_size: int = 2)
     oracle = Oracle(models.target, seed=parts.draws.seed)
     found = decode_cases(parts, cases(), batch_size=batch_size, prefill_chunk=3)
     for case in cases():
-        expected = oracle.decode(
-            prompt_id=case.id, prompt=case.prompt, sampling=case.sampling, stop=case.stop
-        )
-        assert found[case.id].output == expected.output
+        assert found[case.id].output == oracle.decode(case).output
 
 
 class TestLaws:
@@ -88,7 +85,8 @@ class TestOncePerLayer:
         """Drafted rows are not computed again, and every submitted row passes the rest."""
         watch = Watch()
         keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
-        models = ObservedPair.of(watch, **keys)
+        models = build_random(**keys)
+        watch.pair(models)
         parts = build("eesd", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)

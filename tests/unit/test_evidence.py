@@ -14,8 +14,8 @@ from specdec.certify.laws import (
     partitions,
     place_evidence,
     places,
-    wide_evidence,
-    wide_pair,
+    row_evidence,
+    table_pair,
     wide_tables,
 )
 from specdec.certify.oracle import reference_probs
@@ -75,14 +75,15 @@ def test_wide_evidence_reads_the_row_of_the_token_before() -> None:
     tables, rng = wide_tables(400), np.random.default_rng(5)
     start = np.arange(600)
     found = {}
+    laws = {k: [reference_probs(row, SAMPLING) for row in pair] for k, pair in tables.items()}
     for name, which in {"target": 0, "draft": 1}.items():
-        rows = [reference_probs(pair[which], SAMPLING) for pair in tables.values()]
+        rows = [pair[which] for pair in laws.values()]
         tokens, last = [], start
         for _ in range(3):
             last = np.array([rng.choice(400, p=rows[token % len(rows)]) for token in last])
             tokens.append(last)
-        tests = wide_evidence(tables, SAMPLING, start, np.stack(tokens, axis=1))
-        found[name] = dict(tests)
+        before = np.stack([start, *tokens[:-1]], axis=1) % len(rows)
+        found[name] = dict(row_evidence(laws, before, np.stack(tokens, axis=1)))
     assert max(found["target"].values()) < math.log(1e4)
     assert found["draft"]["far, single tokens"] > math.log(1e9)
     assert found["draft"]["all rows, probabilities"] > math.log(1e9)
@@ -90,7 +91,7 @@ def test_wide_evidence_reads_the_row_of_the_token_before() -> None:
 
 
 def test_tables_with_fewer_rows_than_tokens() -> None:
-    pair = wide_pair(wide_tables(70))
+    pair = table_pair(wide_tables(70))
     assert (pair.vocab_size, len(pair.target_table)) == (70, 6)
     samples = pair.token_samples()
     assert samples.max() < 70
@@ -108,7 +109,7 @@ def evidence_of_places(uniforms: np.ndarray) -> dict[str, float]:
         for uniform in row:
             law = laws[before % 2]
             before = int(law.cumsum().searchsorted(uniform, side="right"))
-            found.append(places(law, draft, before, rng))
+            found.append(places((law, draft), before, rng))
         outputs.append(np.array(found))
     return dict(place_evidence(outputs))
 

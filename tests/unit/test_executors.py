@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.certify.invariants import MIXED, observations
+from specdec.certify.invariants import observation
 from specdec.certify.subject import Subject
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.clocks.meter import Meter
@@ -88,7 +88,7 @@ def test_every_cache_equals_a_fresh_forward_after_every_step(policy: str, execut
     values = config(Cell("draft_model", policy, "match", executor, "t06"))
     if policy == "specpipe":
         values["policy"].update(width=5, children=3)
-    seen = observations(Subject(values))[MIXED]
+    seen = observation(Subject(values))
     assert [*seen.caches, *seen.trees, *seen.rows, seen.error] == [None]
     assert seen.num_entries > 200, "the check must have had entries to look at"
 

@@ -13,11 +13,12 @@ import torch
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
 from specdec.compose.workbench import Workbench, build
+from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.serving.rules import ServingRules
 from specdec.state import DecodeState, StopRules
-from specdec.testing import Case, ObservedPair, RandomPair, Watch, decode_cases
+from specdec.testing import Case, RandomPair, Watch, decode_cases
 from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from strategies.multi_exit import ExitChances, MultiExitSource, eesd_saving, ppsd_saving
@@ -108,7 +109,8 @@ class TestCost:
     def test_every_row_passes_every_layer_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         went_on = chosen_by(monkeypatch, by_token)
         watch = Watch()
-        models = ObservedPair.of(watch, **{"num_layers": 6, "exit_layer": 2, **SIZES})
+        models = build_random(num_layers=6, exit_layer=2, **SIZES)
+        watch.pair(models)
         parts = build("eesd_multi", Workbench(models, seed=1), gamma=3)
         state = parts.new_state()
         watch.parts(parts, state)

@@ -15,11 +15,11 @@ import torch
 from scipy import stats
 
 from specdec.certify import Check, Report
-from specdec.certify.cases import letters
-from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE, chi_square, pair_laws
-from specdec.certify.numerics import distance
+from specdec.certify.cases import Case, letters
+from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE
 from specdec.certify.oracle import (
     Oracle,
+    distance,
     plain_decode,
     processed,
     reference_probs,
@@ -36,6 +36,7 @@ from specdec.testing import assert_lossless_parts, certify_parts
 from specdec.types import Lossless
 from specdec.verifiers import MatchVerifier
 from strategies.medusa import TypicalVerifier
+from tests.laws import chi_square, pair_laws
 
 PARAMS = {
     "t=1": SamplingParams(temperature=1.0),
@@ -72,12 +73,8 @@ def test_the_reference_bans_repeated_ngrams(size: int) -> None:
 def test_the_reference_decodes_as_transformers_does() -> None:
     pair = RandomPair(num_layers=2, draft_layers=1, vocab_size=32, max_positions=64)
     prompt = (3, 1, 4)
-    found = Oracle(pair.target, seed=0).decode(
-        prompt_id=0,
-        prompt=prompt,
-        sampling=SamplingParams(),
-        stop=StopRules(max_new_tokens=12),
-    )
+    case = Case(0, "", prompt, SamplingParams(), StopRules(max_new_tokens=12))
+    found = Oracle(pair.target, seed=0).decode(case)
     expected = pair.target.generate(
         torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
     )
@@ -93,10 +90,10 @@ def test_the_reference_stops_by_the_whole_text() -> None:
 
     text = letters([2, 3, 4])
     stop = StopRules(max_new_tokens=9, stop_strings=(text[1:5],), decode=letters)
-    args = {"seed": 0, "prompt_id": 0, "prompt": (1,), "sampling": SamplingParams()}
-    assert plain_decode(logits, stop=stop, **args).output == (2, 3, 4)
-    stop = StopRules(max_new_tokens=9, eos_ids=frozenset([3]))
-    assert plain_decode(logits, stop=stop, **args).reason == "eos"
+    case = Case(0, "", (1,), SamplingParams(), stop)
+    assert plain_decode(logits, case, 0).output == (2, 3, 4)
+    case = replace(case, stop=StopRules(max_new_tokens=9, eos_ids=frozenset([3])))
+    assert plain_decode(logits, case, 0).reason == "eos"
 
 
 # Laws and distances.

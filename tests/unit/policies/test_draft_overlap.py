@@ -96,7 +96,7 @@ def test_drafting_ahead_changes_no_tree(latency: int) -> None:
     for overlap in ("none", "rule"):
         policy = Static(branching=(2, 1, 2), draft_overlap=overlap, guesses=3)
         done = run(policy, latency=latency, num_requests=2, batch_size=2)
-        trees.append([sorted(s.chosen) for s in done.policy.log])
-        calls.append(sum(s.calls for s in done.policy.log))
+        trees.append([sorted(s.chosen) for s in done.log])
+        calls.append(sum(s.calls for s in done.log))
     assert trees[0] == trees[1]
     assert calls[1] < calls[0], "no guess was right: the test shows nothing"

@@ -58,7 +58,7 @@ def test_thin_places_are_reinforced_and_a_step_verifies_several_tokens() -> None
     ):
         done = run(policy, latency=4, max_new_tokens=60)
         late, fed = 0, set()
-        for selection in done.policy.log:
+        for selection in done.log:
             live = [len(context) for context in fed & selection.before.keys()]
             late += sum(len(context) < max(live, default=0) for context in selection.chosen)
             fed |= set(selection.chosen)
@@ -69,7 +69,7 @@ def test_thin_places_are_reinforced_and_a_step_verifies_several_tokens() -> None
 
 
 def test_no_node_is_submitted_beyond_the_last_token() -> None:
-    """``CheckedPolicy`` asserts it; near the end the budget must not be spent on nothing."""
+    """``run`` asserts it; near the end the budget must not be spent on nothing."""
     done = run(PipelineBestFirst(width=9, children=9, draft_passes=3), latency=3, max_new_tokens=3)
     assert len(done.requests[0].output) == 3
 

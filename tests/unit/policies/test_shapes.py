@@ -139,7 +139,7 @@ def check_level(selection: Selection, width: int, children: int, levels: int = 1
 def test_pipelined_level_is_the_best_after_pruning(width: int, children: int, levels: int) -> None:
     """Each select equals brute force on what the pruning left, and drafts nothing itself."""
     policy = FixedWidth(width=width, children=children, levels_per_step=levels)
-    log = run(policy, latency=4, num_requests=2, max_new_tokens=NUM_TOKENS).policy.log
+    log = run(policy, latency=4, num_requests=2, max_new_tokens=NUM_TOKENS).log
     formed = sum(check_level(selection, width, children, levels) for selection in log)
     assert formed > 30
     assert all(selection.calls == 0 for selection in log)

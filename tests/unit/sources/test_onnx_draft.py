@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.certify.laws import FALSE_ALARM, chi_square
+from specdec.certify.laws import FALSE_ALARM
 from specdec.device import on_host
 from specdec.policies import Chain
 from specdec.sampling.keyed_draws import Purpose
@@ -21,6 +21,7 @@ from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import DraftModelSource
 from specdec.types import Answers, Output
 from specdec.verifiers import RejectionVerifier
+from tests.laws import chi_square
 
 from .support import (
     VOCAB,
