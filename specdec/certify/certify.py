@@ -21,6 +21,7 @@ from specdec.certify.parity import (
 from specdec.certify.report import Check, Crash, Report, error_text
 from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, Subject, hang_limit, rank_groups
+from specdec.compose.borders import BrokenPart
 from specdec.compose.workbench import compose
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
@@ -98,7 +99,7 @@ def _run_check(name: str, subject: Subject, crashes: Crashes) -> Check:
     try:
         with hang_limit(seconds):
             return CHECKS[name](subject)
-    except CannotCompose:
+    except (CannotCompose, BrokenPart):
         raise
     except Exception as error:  # a strategy that raises is not lossless, whatever it raises
         return crashes.check(name, error)

@@ -21,13 +21,13 @@ from specdec.certify.oracle import Oracle
 from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.compose.borders import candidates_fault, selection_fault
 from specdec.compose.workbench import Workbench, planned
 from specdec.device import on_host
 from specdec.interfaces import Events, Executor, TokenSource, TreePolicy
 from specdec.loop import decode
 from specdec.pairs import RandomPair
 from specdec.policies import Chain, FixedWidth, RootOnly
-from specdec.policies.tree_growth import last_position
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.scheduler import FifoScheduler
@@ -35,7 +35,6 @@ from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.tree import TokenTree
 from specdec.types import (
-    NO_NODE,
     Answers,
     Batch,
     Candidates,
@@ -121,14 +120,8 @@ def check_source(
 
 
 def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
-    assert found.tokens.shape == found.logprobs.shape, "tokens and logprobs differ in shape"
-    assert found.tokens.shape[1] <= k, f"more than k={k} candidates"
-    assert found.tokens.dtype == found.counts.dtype == np.int64, "tokens and counts must be int64"
-    for tokens, logprobs, count in zip(
-        found.tokens, found.logprobs, found.counts.tolist(), strict=True
-    ):
-        assert len({*tokens[:count].tolist()}) == count, "candidates of a node must differ"
-        assert (logprobs[:count] <= 0).all(), "log-probabilities must be at most 0"
+    fault = candidates_fault(found, len(found.counts), k, source.vocab_size)
+    assert not fault, fault
     has = found.probs is not None
     stated = source.gives_probs
     assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
@@ -464,17 +457,9 @@ class CheckedPolicy(TreePolicy):
 
 
 def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None:
-    tree = request.tree
-    slots = tree.slots(ids)
-    assert NO_NODE not in slots, "a chosen node is not in the tree"
-    assert (np.diff(slots) > 0).all(), "chosen nodes must be in order, and none twice"
-    assert (tree.submitted_at[slots] < 0).all(), "a node is submitted twice"
-    parents = tree.parents[slots]
-    ready = np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)
-    assert ready.all(), "a node is submitted before its parent"
-    assert tree.positions.max() <= last_position(request), "a node lies beyond max_new_tokens"
+    tree, fault = request.tree, selection_fault(request, ids)
+    assert not fault, fault
     if len(ids):
-        assert request.prefill_sent == request.num_prefill, "the prompt is not yet computed"
         assert not request.finished, "the request has finished"
         assert not awaiting, "a serial policy submits while answers are awaited"
     pairs = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))

@@ -58,8 +58,8 @@ def measure_alone(
     turn_s = _LENGTH * sum(token_s for _, _, token_s in tried.values())
     progress.note(
         f"{len(tried)} candidates decode {count} x {batch} prompts of {_LENGTH} tokens: about"
-        f" {min((count + 1) * turn_s, chosen.budget_s):.0f} s, at most budget_s={chosen.budget_s:g};"
-        " Ctrl+C ends it with the results so far"
+        f" {min((count + 1) * turn_s, chosen.budget_s):.0f} s, at most"
+        f" budget_s={chosen.budget_s:g}; Ctrl+C ends it with the results so far"
     )
     head = _head_line(models)
     progress.phase("runs", len(tried) * count)
@@ -97,7 +97,7 @@ def measure_alone(
         decides=(head,),
         left_out=left_out,
         complete=done == count,
-        notes=tuple([*notes, *(f"{name} was not tried: {why}" for name, why in left_out.items())]),
+        notes=(*notes, *(f"{name} was not tried: {why}" for name, why in left_out.items())),
         search_s=monotonic() - began,
     )
     return plan, ranked[0]

@@ -95,7 +95,7 @@ def measure_model(
         )
     )
     kinds = {Work.STAGE: stage.layers, Work.PRUNE: stage.prune, Work.HEAD: last.head}
-    kinds |= {Work.DRAFT: runner.proposals for runner in drafting}
+    kinds |= {Work.DRAFT: drafting[0].proposals} if drafting else {}
     samples = {}
     for kind, seconds_of in kinds.items():
         rounds = []

@@ -12,6 +12,7 @@ import torch
 
 from specdec.clocks import ClockKind
 from specdec.clocks.timed_runs import timed_run
+from specdec.compose.workbench import check_parts
 from specdec.data import (
     Prompt,
     Request,
@@ -164,6 +165,10 @@ class _Decoding:
         self._base = cfgs[0]
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
+        pair = pair or build_pair(self._base["model"])
+        for cfg in cfgs:
+            if "policy" in cfg:  # rows of other programs have no parts
+                check_parts(cfg, pair)
         self.pair, self._prompts, self._cut = prepare(self._base, pair, progress)
         self.runners: list[Runner] = []
         self.records: dict[tuple[str, int, int], RequestRecord] = {}
