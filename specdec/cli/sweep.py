@@ -124,6 +124,10 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
         f" results in {folder}/*/{RESULT_FILE}"
     )
+    if run or skipped:
+        from specdec.report.sweeps import write_sweep  # matplotlib takes a second to import
+
+        write_sweep(folder)
     for record in bad:
         print(f"  {record['job']}: {record['error'].splitlines()[0]}", file=sys.stderr)
     return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -193,7 +194,7 @@ def read(folder: str | Path) -> list[Result]:
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
     folders = [
         config.parent
-        for config in sorted(base.rglob(CONFIG_FILE))
+        for config in sorted(base.rglob(CONFIG_FILE), key=_in_number_order)
         if any((config.parent / name).is_file() for name in files)
     ]
     if not folders:
@@ -203,6 +204,28 @@ def read(folder: str | Path) -> list[Result]:
     return [
         r for path in folders for r in _read_folder(path, "/".join(path.relative_to(base).parts))
     ]
+
+
+def _in_number_order(path: Path) -> list[tuple[int, str]]:
+    """Orders gamma=2 before gamma=16."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
+
+
+_SWEPT = re.compile(r"(?:^|,)\+*([\w./@]+)=")
+
+
+def swept_values(job: str) -> dict[str, str]:
+    """Splits the name of a sweep's job into keys and values, which may have commas."""
+    found = [*_SWEPT.finditer(job)]
+    ends = [*(match.start() for match in found[1:]), len(job)]
+    return {m[1]: job[m.end() : end] for m, end in zip(found, ends, strict=True)}
+
+
+def row_name(values: Mapping[str, str]) -> str:
+    """Names a job by its swept values: "specpipe, width=8" for a strategy and ``policy.width``."""
+    texts = {key: f"{key.rpartition('.')[2]}={value}" for key, value in values.items() if value}
+    return ", ".join(values[key] if key == "strategy" else text for key, text in texts.items())
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
