@@ -162,6 +162,7 @@ def test_a_clone_named_like_the_package_does_not_shadow_it(tmp_path: Path) -> No
     assert "generate" in done.stdout.partition("Help on package")[2]
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_one_table(capsys, elsewhere: Path) -> None:
     """Its rows are the swept values, in the order of numbers; seeds are no axis of the plot."""
     words = ["-m", RANDOM, "policy.gamma=2,10", "seed=0,1", "clock=simulated", "output_dir=out"]
