@@ -59,12 +59,17 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
+def cpu_info() -> str:
+    """Returns what the system says of its processors; "" if it does not."""
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
 def _hardware() -> dict[str, Any]:
     """Describes the machine; threads and GPUs only if torch has been imported already."""
-    memory, cpu = host_memory(), None
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    memory = host_memory()
+    cpu = re.search(r"^model name\s*:\s*(.+)$", cpu_info(), re.MULTILINE)
     facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),

@@ -231,6 +231,7 @@ def config(
     for group in AXES:
         values[group] = deepcopy(option(group, getattr(cell, group)))
     values["serving"] = deepcopy(option("serving", serving_of(cell)))
+    values["choices"] = {group: getattr(cell, group) for group in AXES}  # refusals name them
     executor = values["executor"]
     if executor.get("stages"):
         executor["stages"] = stages
