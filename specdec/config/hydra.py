@@ -61,6 +61,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 raise ValueError("no key")
             parsed += OverridesParser.create().parse_overrides([text])
         except (HydraException, ValueError, RecursionError) as error:
+            for group in GROUPS if text.isidentifier() else ():
+                if text in options(group):
+                    raise UserError(
+                        f"{text} alone says too little: write {group}={text}"
+                    ) from error
             raise UserError(
                 f"cannot read the argument {text[:200]!r}: write key=value without spaces"
                 " around the equals sign, and put values with special characters in quotes inside"
@@ -113,6 +118,12 @@ def compose_raw(
             raise UserError(
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
+            )
+        named, known = str(override.value()), options("experiment", extra)
+        if override.input_line == f"+experiment={named}" and named not in known:
+            raise UserError(
+                f"{override.input_line} needs the file experiment/{named}.yaml in a folder that"
+                f" --config-dir names. {did_you_mean(named, known)}".rstrip(". ")
             )
     try:
         return _hydra_compose(overrides, name, extra)
