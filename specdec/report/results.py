@@ -218,8 +218,8 @@ _SWEPT = re.compile(r"(?:^|,)\+*([\w./@]+)=")
 def swept_values(job: str) -> dict[str, str]:
     """Splits the name of a sweep's job into keys and values, which may have commas."""
     found = [*_SWEPT.finditer(job)]
-    ends = [*(match.start() for match in found[1:]), len(job)]
-    return {m[1]: job[m.end() : end] for m, end in zip(found, ends, strict=True)}
+    starts = [*(match.start() for match in found), len(job)]
+    return {m[1]: job[m.end() : end] for m, end in zip(found, starts[1:], strict=True)}
 
 
 def row_name(values: Mapping[str, str]) -> str:

@@ -175,4 +175,5 @@ def test_a_sweep_ends_with_one_table(capsys, elsewhere: Path) -> None:
     values = {"strategy": "specpipe", "policy.arms": "[1,a,2]", "data.limit": "4"}
     job = ",".join(f"{key}={value}" for key, value in values.items())
     assert swept_values(job) == values
+    assert swept_values("ar") == {}
     assert row_name(swept_values(job)) == "specpipe, arms=[1,a,2], limit=4"
