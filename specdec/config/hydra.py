@@ -119,11 +119,11 @@ def compose_raw(
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
             )
-        named, known = str(override.value()), options("experiment", extra)
-        if override.input_line == f"+experiment={named}" and named not in known:
+        named = str(override.value())
+        if override.input_line == f"+experiment={named}" and not options("experiment", extra):
             raise UserError(
                 f"{override.input_line} needs the file experiment/{named}.yaml in a folder that"
-                f" --config-dir names. {did_you_mean(named, known)}".rstrip(". ")
+                " --config-dir names"
             )
     try:
         return _hydra_compose(overrides, name, extra)
