@@ -84,7 +84,11 @@ def measure_alone(
         progress=progress,
     )
     ranked = search.ranked(candidates, done)
-    notes = [] if done == count else [f"{done} of {count} prompts, then time was up"]
+    notes = (
+        []
+        if done == count
+        else [f"{done} of {count} prompts, then the time was up or it was interrupted"]
+    )
     plan = Plan(
         choices=choices_of(search, ranked),
         objective=chosen.objective,
