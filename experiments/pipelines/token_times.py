@@ -27,6 +27,7 @@ from experiments.reproduce.intervals import Interval, beside, hits_of, interval,
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
+from experiments.reproduce.stated import COUNTED
 from specdec.clocks.build import build_profile
 from specdec.profiling.trees import StepTimes, eq1_tbt, eq2_tbt
 from specdec.types import FloatArray
@@ -179,23 +180,29 @@ def _add_chain_ratios(
 
 
 def tbt_picture(item: Item, findings: Findings) -> Any:
-    """The picture of ``tbt``'s findings: times per draft, the paper's first, and the ratios."""
+    """The picture of ``tbt``'s findings: times per draft, the paper's first, and the ratios.
+
+    Where some figures count, the others are in the tables only.
+    """
     config = item.config
     shown: dict[str, dict[str, float | None]] = {}
     if config.get("paper"):
         shown["paper"] = dict(config["paper"])
+    same = [m for m in findings.measures if "other side" not in m.conditions]
+    counted = [m for m in same if m.kind in COUNTED]
     # Chains decode other prompts: they come last.
     rows = sorted(findings.tables[0].rows, key=lambda row: row[1] in config.get("chains", {}))
+    counts = [row for row in rows if any(m.conditions.startswith(row[0]) for m in counted)]
+    rows = counts or rows
     for title, name, ms, *_ in rows:
         shown.setdefault(short_title(title), {})[name] = ms
-    fig, (left, right) = figure(max(13.5, 1.8 * len(shown)), 6.0, 2)
+    fig, (left, right) = figure(13.5, 6.0, 2)
     times = [ms for group in shown.values() for ms in group.values() if ms is not None]
     bars(left, shown, form="{:.0f}" if max(times, default=0.0) > 50 else "{:.1f}")
     title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
     tidy(left, x="draft", y="time between tokens (ms)", title=title)
     legend(left)
-    same = [m for m in findings.measures if "other side" not in m.conditions]
-    claims_panel(right, item.stated.claims, same or findings.measures, unit="x")
+    claims_panel(right, item.stated.claims, counted or same or findings.measures, unit="x")
     fig.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
     return fig
 

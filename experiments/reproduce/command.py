@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter
 
-from experiments.reproduce.findings import Findings, claim_verdict
+from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item, all_items, choose
-from experiments.reproduce.rendering import NONE, span_text
+from experiments.reproduce.rendering import SUMMARY, summary_rows
 from experiments.reproduce.results import read_item, write_picture
 from experiments.reproduce.running import Settings, revision_facts, run_items
 from specdec.cli.arguments import Arguments, read_values
@@ -56,9 +55,14 @@ Examples
   specdec reproduce --all --paced --resume jobs=2 output_dir=experiments
 """
 
-_MOST_LINES = 20
 _WIDTHS = (52, 34, 34, 12, 14)
 """Widest columns of the printed table: claim, paper, ours, kind, verdict."""
+
+_KEY = """\
+kinds: measured and calibrated (simulated with fitted hits of such a pair) count; what-if: other
+data, pair or baseline; stand-in: other models; input: the profile's own figure; construction,
+formula: no run. inside, outside: the whole 95 % interval is, of the paper's window; undecided: it
+crosses an end, or figures disagree"""
 
 FLAGS = ("--list", "--all", "--quick", "--paced", "--resume", "--redraw", "--document")
 
@@ -138,6 +142,7 @@ def _run_all(chosen: Sequence[Item], settings: Settings) -> int:
         print(f"  {seconds} ({done.conditions['cpu_seconds']:.1f} s of CPU){kept}", flush=True)
         if done.failed:
             failed.append(item.id)
+    print(_KEY)
     print(f"{num} tables and figures in {perf_counter() - began:.0f} s, under {settings.out}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -156,23 +161,12 @@ def _own_record(text: str | None) -> Path | None:
 
 
 def summary_lines(item: Item, findings: Findings, out: Path) -> list[str]:
-    """A table of at most ``_MOST_LINES`` lines: a line per claim, then what is left out."""
+    """A table with a line for each of the first claims, then what is left out."""
     page = f"page: {out / item.paper.name / 'results' / item.name}.md"
-    rows = []
-    for claim in item.stated.claims.values():
-        outcome, kind, shown = claim_verdict(claim, findings.measures)
-        rows.append(
-            (claim.text, claim.stated, span_text(claim, shown) if shown else NONE, kind, outcome)
-        )
-    room = _MOST_LINES - 3
-    more = []
-    if len(rows) > room:
-        left = Counter(row[-1] for row in rows[room:])
-        text = ", ".join(f"{num} {outcome}" for outcome, num in left.items())
-        more = [f"and {len(rows) - room} further claims: {text}"]
+    rows, more = summary_rows(item, findings)
     if findings.missing:
         page += f"; {len(findings.missing)} parts missing, see there"
-    return [*_aligned(("claim", "paper", "ours", "kind", "verdict"), rows[:room]), *more, page]
+    return [*_aligned(SUMMARY, rows), *filter(None, [more]), page]
 
 
 def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -70,12 +70,12 @@ class Item:
 
     @property
     def status(self) -> str:
-        """ready, or what is missing."""
+        """ready if it tests a claim, or what is missing."""
         if self.reason:
             return f"missing: {self.reason}"
         if self.absent:
             return f"missing: preset {', '.join(self.absent)}"
-        return "ready"
+        return "ready" if self.stated.claims else "figures of ours, no claim"
 
     def build(self, lab: Lab) -> Findings:
         """Runs the builder and appends the config's ``notes`` and ``absent`` to its findings."""

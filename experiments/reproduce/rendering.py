@@ -26,6 +26,8 @@ from experiments.reproduce.stated import Claim
 from specdec.errors import UserError
 
 NONE = "-"
+SUMMARY = ("claim", "paper", "ours", "kind", "verdict")
+_MOST_CLAIMS = 12
 _HEADINGS = (
     *("claim", "paper", "mark", "window and reason", *ORIGINS),
     *("ours / paper", "kind", "verdict", "loop_share", "conditions"),
@@ -36,6 +38,8 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
     title = f"# {item.id}: {item.stated.title}"
     lines = [title, "", f"{item.paper.title}, {item.paper.reference}; {item.stated.section}.", ""]
     if item.stated.claims:
+        rows, more = summary_rows(item, findings)
+        lines += ["## In short", "", *grid(SUMMARY, rows), "", *([f"{more}.", ""] if more else [])]
         lines += ["## Claims", "", *grid(_HEADINGS, claim_rows(item, findings)), ""]
     if item.config.get("why"):
         figures = dict.fromkeys(item.stated.claims, (item, findings))
@@ -53,6 +57,20 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
         lines += ["Missing:", "", *(f"- {what}" for what in findings.missing), ""]
     lines += ["## Conditions", "", *(f"- {k}: {v}" for k, v in provenance.items()), ""]
     return "\n".join(lines)
+
+
+def summary_rows(item: Item, findings: Findings) -> tuple[list[tuple[str, ...]], str]:
+    """One row of ``SUMMARY`` for each of the first claims, and what is said of the others."""
+    rows = []
+    for claim in item.stated.claims.values():
+        outcome, kind, shown = claim_verdict(claim, findings.measures)
+        ours = span_text(claim, shown) if shown else NONE
+        # A figure of the profile that comes back tests nothing.
+        rows.append((claim.text, claim.stated, ours, kind, NONE if kind == "input" else outcome))
+    left = Counter(row[-1] for row in rows[_MOST_CLAIMS:])
+    text = ", ".join(f"{num} {outcome}" for outcome, num in left.items())
+    more = f"and {left.total()} further claims: {text}" if left else ""
+    return rows[:_MOST_CLAIMS], more
 
 
 Figures = Mapping[str, tuple[Item, Findings]]

@@ -21,6 +21,7 @@ from specdec.certify.parity import (
 from specdec.certify.report import Check, Crash, Report
 from specdec.certify.sampler import sampler
 from specdec.certify.subject import Build, CannotCompose, Subject, hang_limit, rank_groups
+from specdec.compose.borders import BrokenPart
 from specdec.compose.workbench import compose
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
@@ -72,7 +73,7 @@ def certify(
             try:
                 with hang_limit(_HANG_S * (10 if slow else 1)):
                     outcomes.append(CHECKS[name](subject))
-            except CannotCompose:
+            except (CannotCompose, BrokenPart):
                 raise
             except Exception as error:  # a strategy that raises is not lossless, whatever it raises
                 outcomes.append(_failed(name, error, crashes))

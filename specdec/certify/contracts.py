@@ -21,18 +21,18 @@ from specdec.certify.oracle import Oracle, plain_decode
 from specdec.certify.subject import decode_cases
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.compose.borders import candidates_fault, selection_fault
 from specdec.compose.workbench import Workbench, planned
 from specdec.device import on_host
 from specdec.interfaces import Executor, TokenSource, TreePolicy
 from specdec.pairs import RandomPair, TablePair
 from specdec.policies import Chain, FixedWidth, RootOnly
-from specdec.policies.tree_growth import last_position
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.tree import TokenTree
-from specdec.types import NO_NODE, Answers, Batch, Candidates, Commit, Nodes, Output, Verdict
+from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output, Verdict
 from specdec.verifiers import MatchVerifier
 
 _SAMPLING = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
@@ -114,15 +114,10 @@ def check_source(
 
 
 def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
-    tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
-    assert tokens.shape == logprobs.shape, "tokens and logprobs differ in shape"
-    assert tokens.shape[1] <= k, f"more than k={k} candidates"
-    assert tokens.dtype == counts.dtype == np.int64, "tokens and counts must be int64"
-    for row, count in enumerate(counts.tolist()):
-        assert len({*tokens[row, :count].tolist()}) == count, "candidates of a node must differ"
-        assert (logprobs[row, :count] <= 0).all(), "log-probabilities must be at most 0"
+    fault = candidates_fault(found, len(found.counts), k, source.vocab_size)
+    assert not fault, fault
     has, stated = found.probs is not None, source.gives_probs
-    assert has == stated or not counts.any(), f"gives_probs={stated}, probs given: {has}"
+    assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
     if found.probs is not None:
         rows = on_host(found.probs)[found.counts > 0]
         assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
@@ -302,17 +297,9 @@ class Selection:
 
 
 def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None:
-    tree = request.tree
-    slots = tree.slots(ids)
-    assert NO_NODE not in slots, "a chosen node is not in the tree"
-    assert (np.diff(slots) > 0).all(), "chosen nodes must be in order, and none twice"
-    assert (tree.submitted_at[slots] < 0).all(), "a node is submitted twice"
-    parents = tree.parents[slots]
-    ready = np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)
-    assert ready.all(), "a node is submitted before its parent"
-    assert tree.positions.max() <= last_position(request), "a node lies beyond max_new_tokens"
+    tree, fault = request.tree, selection_fault(request, ids)
+    assert not fault, fault
     if len(ids):
-        assert request.prefill_sent == request.num_prefill, "the prompt is not yet computed"
         assert not request.finished, "the request has finished"
         assert not awaiting, "a serial policy submits while answers are awaited"
     pairs = {*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}

@@ -14,11 +14,15 @@ and one plot: comparison.json, comparison.md, comparison.png, and requests.jsonl
 Each row's tokens are compared with those of `ar`.
 
   strategies=[...]  presets, in the order of the rows; `specdec list strategies` shows them
-  repeats=5         interleaved repeats; the table shows medians
+                    (default [ar,speculative,specinfer,fixed_width,best_first,staged,
+                    prompt_lookup,mixture])
+  repeats=N         interleaved repeats (default 1); the table shows medians and ranges
   group=option, key=value
                     as for `specdec run`; they apply to every row. Overrides of source, policy and
                     verifier do not apply to `ar` and to transformers' own rows, and a key such as
                     policy.width applies to the rows whose policy has it
+                    (defaults: model=tiny, the bundled pair; data=stdlib; sampling=greedy;
+                    max_new_tokens=128)
   executor.stages=8 puts every row on a pipeline of so many stages
   'batch_size=[1,4,16]'
                     every row at each batch size: throughput and time between tokens as curves

@@ -1,6 +1,9 @@
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 
 from specdec.cli.arguments import Arguments
 from specdec.config.options import (
@@ -43,10 +46,20 @@ def main(arguments: Arguments) -> int:
         print(f"{_TITLES[group]}  ({_USES.get(group, f'{group}=NAME')})")
         paths = options(group, arguments.config_dirs)
         width = max(map(len, paths), default=0)
+        columns = get_terminal_size().columns if sys.stdout.isatty() else 10_000
         for name, path in paths.items():
-            print(f"  {name:<{width}}  {_about(group, path, arguments.config_dirs)}".rstrip())
+            line = f"  {name:<{width}}  {_about(group, path, arguments.config_dirs)}".rstrip()
+            indent = " " * (width + 4)
+            print(fill(line, max(columns, 72), subsequent_indent=indent, break_on_hyphens=False))
         print()
     return 0
+
+
+def _shown(value: object) -> str:
+    """Returns a value as a command line takes it; parts within a list are only counted."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return f"({len(value)} parts)"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _about(group: str, path: Path, trees: Sequence[Path]) -> str:
@@ -56,7 +69,7 @@ def _about(group: str, path: Path, trees: Sequence[Path]) -> str:
     values = own_values(path)
     if group != "strategy":
         keys = [
-            f"{key}={json.dumps(value) if value is None or value in (True, False) else value}"
+            f"{key}={_shown(value)}"
             for key, value in flatten(values).items()
             if group in PARTS and "_target_" not in key and key != "sources"
         ]

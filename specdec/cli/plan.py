@@ -12,7 +12,9 @@ specdec plan [--config-dir DIR] [key=value] ...
 Simulates the presets that fit the devices, over their layouts and sizes, with the measured hits of
 a draft and the times of a machine. Prints a ranking with 95 % intervals, what decides it, how many
 draft tokens pay at which batch and context, and what would change the choice. Writes plan.json, a
-preset and its profile. An interrupted plan continues with the same command and output_dir.
+preset and its profile. For a model without a draft it measures presets that draft from text or
+heads (model.eagle_head=DIR), and says from when on an EAGLE head would pay. An interrupted plan
+continues with the same command and output_dir.
 
   model=law_NAME         a fitted law (specdec list models, specdec fit); model=replay with
                          model.record=F plays a record; model=hf decodes a few prompts
@@ -22,6 +24,7 @@ preset and its profile. An interrupted plan continues with the same command and 
 Examples
   specdec plan model=law_pipespec_1b_70b profile=specpipe_8x3090 devices=9
   specdec plan model=tiny profile=measured data=stdlib check=true
+  specdec plan model=hf model.target=PATH data=stdlib
   specdec plan acceptance=responses.jsonl profile=cluster.yaml batch=1,4,16 context=512,8k
 """
 
@@ -36,12 +39,13 @@ def main(arguments: Arguments) -> int:
     def work(progress: object) -> bool:
         plan = plan_job(request, folder, progress)  # type: ignore[arg-type]
         print((folder / TABLE_FILE).read_text(encoding="utf-8"), end="")
-        print(f"{plan.simulated_tokens} tokens simulated in {plan.search_s:.0f} s")
+        what = "measured" if plan.measured else f"{plan.simulated_tokens} tokens simulated"
+        print(f"{what} in {plan.search_s:.0f} s")
         return True
 
     done = run_in(folder, request.config, SEARCH_FILE, work, table=TABLE_FILE)
     if done:
-        print(f"use it: --config-dir {folder} strategy={PRESET} (clock.profile={PRESET})")
+        print(f"use it: --config-dir {folder} strategy={PRESET}")
         print(f"results in {folder}")
     if request.chosen.check not in ("", "false"):
         with reporting() as progress:

@@ -1,19 +1,25 @@
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 from specdec.cli.arguments import Arguments, help_of, read_values
-from specdec.parts.fields import Index
+from specdec.errors import UserError
+from specdec.parts.fields import Index, Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
     texts: Annotated[Index, "prompts per strategy whose text is on the page"] = 4
     text: Annotated[Index | None, "prints that prompt's outputs here, in colours, too"] = None
+    leaderboard: Annotated[
+        Text | None, "FILE.html: ranks the runs of several folders, a table per model and machine"
+    ] = None
 
 
 HELP = f"""\
 specdec report FOLDER [texts=N] [text=ID]
+specdec report FOLDER ... leaderboard=FILE.html
 
 Reads the folder of a run, a comparison or a sweep and writes into it
 
@@ -30,14 +36,23 @@ and seed, if it exists. Interrupted runs are named and left out of the table.
 Examples
   specdec compare 'strategies=[ar,mixture]' data.limit=4 output_dir=outputs/c
   specdec report outputs/c text=0
+  specdec report results/* leaderboard=leaderboard.html
 """
 
 
 def main(arguments: Arguments) -> int:
-    (folder,), keys = read_values(arguments.overrides, _Keys, "one folder")
+    folders, keys = read_values(arguments.overrides, _Keys, "folders", most=inf)
+    if keys.leaderboard is not None:
+        from specdec.report.leaderboard import write_leaderboard
+
+        print(write_leaderboard(folders, Path(keys.leaderboard).expanduser()))
+        return 0
+    if len(folders) > 1:
+        raise UserError("give one folder, or leaderboard=FILE.html to rank the runs of several")
     # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_page
 
+    (folder,) = folders
     report = load_report(Path(folder).expanduser())
     if keys.text is not None:
         from rich.console import Console

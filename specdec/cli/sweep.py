@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,6 +123,11 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
         f" results in {folder}/*/{RESULT_FILE}"
     )
+    if run or skipped:
+        from specdec.report.sweeps import write_sweep  # matplotlib takes a second to import
+
+        with suppress(UserError):  # jobs of a launcher may have failed after their record
+            write_sweep(folder)
     for record in bad:
         print(f"  {record['job']}: {record['error'].splitlines()[0]}", file=sys.stderr)
     return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -27,6 +28,7 @@ import torch
 from specdec.clocks import Clock, ClockKind, MeasuredClock, Timeline, WallClock
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
+from specdec.compose.borders import guard, is_outside
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import EarlyExitPlan, PipelinePlan
@@ -117,7 +119,7 @@ def check_executor(
 ) -> None:
     name, needs = type(source).__name__, source.needs
     if needs.exits and (executor.latency == 1 or not policy.follows_exits):
-        why = f"{type(policy).__name__} drafts before it submits, but a token's exit comes after"
+        why = f"{type(policy).__name__} drafts before it submits, but exits come after"
         if executor.latency == 1:
             why = f"{name} needs exits before the answers, but one stage gives both at once"
         raise UserError(
@@ -378,6 +380,55 @@ def build_parts(
     """Builds the parts of a configuration with clock, seed and models of a workbench; a given
     ``verifier`` replaces the configuration's.
     """
+    pair = bench.pair
+    with _in_words(cfg):
+        policy, judge, executor, objects = _chosen(cfg, bench, verifier)
+        source = pair.fitted_source(cfg["source"], cfg["policy"])
+        serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else ServingRules()
+        try:
+            parts = bench.parts(
+                source=build_part(source, objects("source"), "source", TokenSource),
+                policy=policy,
+                verifier=judge,
+                executor=executor,
+                serving=serving,
+            )
+        finally:
+            bench.release()
+    for kind in ("source", "policy", "verifier", "executor"):
+        if is_outside(cfg[kind]) and not (kind == "verifier" and verifier):
+            chosen = cfg.get("choices", {}).get(kind, cfg[kind]["_target_"])
+            label = f"{kind}={chosen} (class {cfg[kind]['_target_']})"
+            guard(getattr(parts, kind), label, pair.vocab_size)
+    return replace(parts, scheduler=outside_scheduler(cfg.get("serving", {})) or FifoScheduler)
+
+
+def check_parts(cfg: Mapping[str, Any], pair: ModelPair) -> None:
+    """Refuses a policy, verifier and clock that do not fit together, before models are loaded."""
+    with _in_words(cfg):
+        _chosen(cfg, Workbench(pair, clock=build_clock(cfg["clock"], Meter())), None)
+
+
+@contextmanager
+def _in_words(cfg: Mapping[str, Any]) -> Iterator[None]:
+    """Rules name classes; in their errors these become the words that chose them."""
+    try:
+        yield
+    except UserError as error:
+        text, choices = str(error), cfg.get("choices", {})
+        for group in choices.keys() & _SECTIONS:
+            if name := str(cfg[group].get("_target_", "")).rpartition(".")[2]:
+                text = re.sub(rf"(?<![.\w(]){name}\b", f"{group}={choices[group]}", text)
+        raise type(error)(text) from error
+
+
+_Objects = Callable[[str], dict[str, Callable[[], Any]]]
+
+
+def _chosen(
+    cfg: Mapping[str, Any], bench: Workbench, verifier: Verifier | None
+) -> tuple[TreePolicy, Verifier, Planned, _Objects]:
+    """Builds and checks what loads no models; also returns a function: kind -> its objects."""
     pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
     plan = executor.plan
     serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else ServingRules()
@@ -403,19 +454,8 @@ def build_parts(
         return {name: make for name, make in runtime.items() if kind in takers[name]}
 
     policy = build_part(cfg["policy"], objects("policy"), "policy", TreePolicy)
-    check_choice(policy, judge, bench.clock)  # before a source loads the draft
-    source = pair.fitted_source(cfg["source"], cfg["policy"])
-    try:
-        parts = bench.parts(
-            source=build_part(source, objects("source"), "source", TokenSource),
-            policy=policy,
-            verifier=judge,
-            executor=executor,
-            serving=serving,
-        )
-        return replace(parts, scheduler=outside_scheduler(cfg.get("serving", {})) or FifoScheduler)
-    finally:
-        bench.release()
+    check_choice(policy, judge, bench.clock)
+    return policy, judge, executor, objects
 
 
 def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:

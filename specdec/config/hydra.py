@@ -57,6 +57,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 raise ValueError("no key")
             parsed += OverridesParser.create().parse_overrides([text])
         except (HydraException, ValueError, RecursionError) as error:
+            for group in GROUPS if text.isidentifier() else ():
+                if text in options(group):
+                    raise UserError(
+                        f"{text} alone says too little: write {group}={text}"
+                    ) from error
             raise UserError(
                 f"cannot read the argument {text[:200]!r}: write key=value without spaces"
                 " around the equals sign, and put values with special characters in quotes inside"
@@ -104,6 +109,12 @@ def compose_raw(
             raise UserError(
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
+            )
+        named = str(override.value())
+        if override.input_line == f"+experiment={named}" and not options("experiment", extra):
+            raise UserError(
+                f"{override.input_line} needs the file experiment/{named}.yaml in a folder that"
+                " --config-dir names"
             )
     try:
         return _hydra_compose(overrides, name, extra)

@@ -279,6 +279,11 @@ def _check_models(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
             f" {target.max_positions} positions of model.target={model['target']}: lower it"
         )
+    if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
+        raise UserError(
+            f"strategy={name} drafts with an EAGLE head: add model.eagle_head=FOLDER (config.json"
+            " and model.safetensors, trained for model.target), or choose another source"
+        )
     draft = infos.get("draft")
     if needed and draft is None:
         why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"

@@ -29,6 +29,8 @@ BASES = {  # group -> base class of what its ``_target_`` may name; None if it t
 GROUPS = tuple(BASES)
 """Groups whose options can be chosen on the command line; the tree has other folders, too."""
 
+_WRAPPED = 80  # least length of a comment's line that goes on in the next one
+
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 """Errors of reading a YAML; PyYAML raises ``AttributeError`` for a malformed date."""
 
@@ -77,10 +79,20 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
 
 
 def first_comment(path: Path) -> str:
+    """Returns the file's description: its first comment, with the lines that it is wrapped into.
+
+    Hydra's package header is no description.
+    """
+    found = ""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("#") and "@package" not in line:
-            return line.lstrip("# ").strip()
-    return ""
+        if not line.startswith("#") or "@package" in line:
+            if found:
+                break
+            continue
+        found = f"{found} {line.lstrip('# ').strip()}".strip()
+        if len(line) < _WRAPPED or line.endswith("."):
+            break
+    return found
 
 
 def stated(path: Path, what: str) -> str:

@@ -34,6 +34,12 @@ def locate(target: object, where: str, base: type | None = None) -> type:
             f"{at} cannot be imported ({error}): give the path of a class, for example"
             " specdec.policies.Chain, and put its folder on PYTHONPATH"
         ) from error
+    except Exception as error:  # whatever the module raises while it is imported
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{at} cannot be imported ({type(error).__name__}: {text}): correct the module"
+            " (SPECDEC_TRACEBACK=1 shows where it fails)"
+        ) from error
     if not isinstance(cls, type):
         raise UserError(f"{at} is not a class: name a class of the {where} part")
     check_class(cls, base, at)

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,22 @@ class Plan:
     acceptance: str  # a description, as ``machine``
     machine: str
     decides: tuple[str, ...]  # sentences on what the first choice depends on
-    changes: tuple[Mapping[str, Any], ...]  # the fastest under each other hit rate and link
-    changes_text: tuple[str, ...]
-    chains: tuple[Mapping[str, Any], ...]  # by batch size and context, of ``chain_cell``
-    crossover: Mapping[int, int | None]  # context -> requests from which on plain is best
-    by_batch: tuple[Mapping[str, Any], ...]  # the fastest at each further batch size
-    engines: Mapping[str, str]  # engine -> flags for the best chain
-    memory_limit_gb: float | None
+    changes: tuple[Mapping[str, Any], ...] = ()  # the fastest under each other hit rate and link
+    changes_text: tuple[str, ...] = ()
+    chains: tuple[Mapping[str, Any], ...] = ()  # by batch size and context, of ``chain_cell``
+    crossover: Mapping[int, int | None] = field(
+        default_factory=dict
+    )  # context -> requests from which on plain is best
+    by_batch: tuple[Mapping[str, Any], ...] = ()  # the fastest at each further batch size
+    engines: Mapping[str, str] = field(default_factory=dict)  # engine -> flags for the best chain
+    memory_limit_gb: float | None = None
     left_out: Mapping[str, str]  # preset -> why it was not simulated
     complete: bool  # whether the budget sufficed
     notes: tuple[str, ...]
-    expected: Mapping[str, Any]  # what a real run is compared with (``check_run``)
-    overrides: tuple[str, ...]
+    # What a real run is compared with (``check_run``).
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    measured: bool = False  # whether models decoded here, and nothing was simulated
     simulated_tokens: int = 0
     search_s: float = 0.0
     folder: str = ""  # where it is written
@@ -120,7 +124,7 @@ def conclude(
     chosen, machine = search.chosen, search.machine
     batch, context = chosen.batch[0], chosen.context[0]
     ranked = search.ranked(finalists, chosen.prompts)
-    choices = _choices(search, ranked)
+    choices = choices_of(search, ranked)
     winner, units = ranked[0], search.units(ranked[0], chosen.prompts)
     of_presets: dict[str, Candidate] = {}
     for candidate in ranked:
@@ -162,7 +166,7 @@ def conclude(
     return plan, winner
 
 
-def _choices(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
+def choices_of(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
     """Drops candidates that decode exactly like a faster one, but not plain decoding."""
     chosen = search.chosen
     batch, context = chosen.batch[0], chosen.context[0]
@@ -341,12 +345,14 @@ def _notes(search: Search, acceptance: Acceptance) -> Iterator[str]:
 
 
 def write_plan(folder: Path, plan: Plan, winner: Candidate, provenance: Mapping[str, Any]) -> None:
-    write_parts(folder, winner, plan.best.tokens_per_s)
+    write_parts(folder, winner, plan.best.tokens_per_s, profile=not plan.measured)
     write_text(folder / TABLE_FILE, table(plan))
     write_json(folder / RESULT_FILE, {**asdict(plan), "provenance": provenance})
 
 
-def write_parts(folder: Path, winner: Candidate, tokens_per_s: float) -> None:
+def write_parts(
+    folder: Path, winner: Candidate, tokens_per_s: float, *, profile: bool = True
+) -> None:
     choices, layout, node = winner.config["choices"], winner.layout, winner.config["executor"]
     groups = {part: choices[part] for part in ("source", "policy", "verifier", "executor")}
     if len(node) > 1 and choices["executor"] == "local":
@@ -364,16 +370,18 @@ def write_parts(folder: Path, winner: Candidate, tokens_per_s: float) -> None:
     text = f"{winner.name} on {layout}, {tokens_per_s:.1f} tokens/s expected."
     head = f"# @package _global_\n# By `specdec plan`: {text}\n"
     write_text(folder / "strategy" / f"{PRESET}.yaml", head + as_yaml(preset))
-    clock = winner.config["clock"]
-    profile = {"note": clock["note"], "stages": layout.stages, "costs": clock["costs"]}
-    head = f"# Times of the first choice of a plan, on {layout}.\n"
-    write_text(folder / "profile" / f"{PRESET}.yaml", head + as_yaml(profile))
+    if profile:
+        clock = winner.config["clock"]
+        times = {"note": clock["note"], "stages": layout.stages, "costs": clock["costs"]}
+        head = f"# Times of the first choice of a plan, on {layout}.\n"
+        write_text(folder / "profile" / f"{PRESET}.yaml", head + as_yaml(times))
 
 
 def table(plan: Plan) -> str:
     lines = [
         f"plan for {plan.objective}: batch {plan.batch}, context {plan.context},"
-        f" {plan.devices} device{'s' * (plan.devices > 1)}; simulated time on {plan.machine}",
+        f" {plan.devices} device{'s' * (plan.devices > 1)};"
+        f" {'measured' if plan.measured else 'simulated'} time on {plan.machine}",
         f"acceptance: {plan.acceptance}",
         *_ranking(plan),
         *_chains(plan),

@@ -321,6 +321,11 @@ class Simulator:
             self._decode(candidate, keys, batch, length)
         return [self._known[key] for key in keys]
 
+    def put(self, made: Candidate, length: int, units: Sequence[Unit]) -> None:
+        """Stores measured results of the first units in place of simulated ones."""
+        for at, unit in enumerate(units):
+            self._keep(f"{self._of}:{made.key}:{length}:{at}", unit)
+
     def copy_scaled(self, made: Candidate, slower: Candidate, factor: float) -> None:
         """Copies results of ``made`` to ``slower``, whose costs are all ``factor`` times as large:
         the schedule is the same.

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -13,6 +14,7 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
 from specdec.planning.acceptance import Acceptance, acceptance_of, of_record
+from specdec.planning.alone import measure_alone
 from specdec.planning.answer import (
     PRESET,
     RESULT_FILE,
@@ -61,6 +63,12 @@ class PlanRequest:
     output_dir: str | None = None
 
     @property
+    def alone(self) -> bool:
+        """Whether the model has no draft, so that presets without one are measured."""
+        pretrained = self.model["kind"] == "pretrained" and self.acceptance is None
+        return pretrained and self.model["draft"] is None
+
+    @property
     def config(self) -> dict[str, Any]:
         """The content of config.yaml: everything but ``check``, which may be added later."""
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.chosen).items()}
@@ -83,8 +91,18 @@ def plan_request(
         section = str(override.key_or_group).lstrip("+~").partition(".")[0]
         if section in _REFUSED:
             raise UserError(f"{override.input_line}: {_REFUSED[section]}; leave it out")
-    job = run_job_of(rest, extra)
+    job = run_job_of([*rest, f"strategy={PLAIN}"], extra)
     model, check, machine = job.config["model"], chosen.check, None
+    kept = tuple(word for word in rest if not word.startswith("output_dir="))
+    if model["kind"] == "pretrained" and model["draft"] is None and chosen.acceptance is None:
+        wrong = {"profile": chosen.profile not in (None, MEASURED), "check": check == "true"}
+        for key in (key for key, is_wrong in wrong.items() if is_wrong):
+            raise UserError(
+                f"{key}={getattr(chosen, key)}: a model without a draft is measured on this"
+                f" machine: leave {key} out, or add model.draft=PATH"
+            )
+        return PlanRequest(chosen, kept, tuple(extra), model, None, None, job.output_dir)
+    run_job_of(rest, extra)  # checks the draft too
     acceptance = acceptance_of(chosen, model)
     if acceptance is None and model["kind"] not in ("pretrained", "random"):
         raise UserError(
@@ -111,7 +129,6 @@ def plan_request(
         )
     if check not in ("", "true", "false"):
         units_of_run(Path(check).expanduser())
-    kept = tuple(word for word in rest if not word.startswith("output_dir="))
     return PlanRequest(chosen, kept, tuple(extra), model, machine, acceptance, job.output_dir)
 
 
@@ -121,8 +138,12 @@ def searched(
     """Measures what has to be measured, then searches, or resumes from ``folder``; returns the last
     round's candidates with plain decoding.
     """
-    chosen, extra = request.chosen, request.extra
+    chosen, extra, began = request.chosen, request.extra, monotonic()
     batch, context = chosen.batch[0], chosen.context[0]
+    progress.note(
+        f"at most about {chosen.budget_s:g} s (budget_s)"
+        + ("" if request.acceptance else ", and what one decoding of the prompts takes")
+    )
     models = ModelsHere(request.decoding_words, extra, progress)
     acceptance = request.acceptance or _recorded(models, folder)
     machine = request.machine or _measured(models, acceptance, chosen, folder)
@@ -150,8 +171,14 @@ def searched(
         progress=progress,
         left_out=left_out,
         unknown=unknown,
+        measured_s=monotonic() - began,
+        until=inf if request.acceptance else began + chosen.budget_s,
     )
-    finalists = search.run(tried)
+    try:
+        finalists = search.run(tried)
+    except KeyboardInterrupt:
+        progress.note(search.so_far())
+        raise
     if calibrates:
         finalists = calibrated(finalists, search=search, models=models, path=folder / "trials.json")
     return search, acceptance, finalists
@@ -187,6 +214,15 @@ def _measured(
 
 def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
     began = monotonic()
+    if request.alone:
+        models = ModelsHere(request.decoding_words, request.extra, progress)
+        keys = [key for key, value in request.model.items() if value is not None]
+        plan, winner = measure_alone(models, request.chosen, keys)
+        plan = replace(plan, overrides=request.words, folder=str(folder))
+        write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
+        if plan.complete:
+            write_json(folder / SEARCH_FILE, {"s": plan.search_s})
+        return plan
     search, acceptance, finalists = searched(request, folder, progress)
     draft = str(request.model.get("draft") or "DRAFT")
     plan, winner = conclude(search, acceptance, finalists, draft=draft, overrides=request.words)

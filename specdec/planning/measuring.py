@@ -14,7 +14,9 @@ the others, and the same prompts in simulation: the ratio of times per token sca
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -81,9 +83,11 @@ class ModelsHere:
         length: int,
         rounds: int = 1,
         on_turn: Callable[[], None] = lambda: None,
+        until: float = inf,
     ) -> list[list[Unit]]:
         """Runs configurations on the wall clock in turns of a fraction of a second; returns counts
-        of every unit (``batch`` prompts), each ``typical`` of ``rounds`` runs. ``on_turn`` is
+        of every unit (``batch`` prompts), each ``typical`` of ``rounds`` runs. After the first
+        turn it ends at the time ``until`` (of ``monotonic``), or if interrupted. ``on_turn`` is
         called after every unit.
         """
         pair, prompts = self.loaded
@@ -100,6 +104,8 @@ class ModelsHere:
                 runners.append(PartsRunner(cfg=cfg, pair=pair, stop=stop_rules(cfg, pair)))
                 runners[-1].run(others, lambda _: None)
             for turn in range(rounds * len(groups)):
+                if turn and monotonic() > until:
+                    break
                 unit = turn % len(groups)
                 order = np.roll(np.arange(len(runners)), turn).tolist()
                 with timed_run():
@@ -107,10 +113,13 @@ class ModelsHere:
                 for at, (results, totals) in zip(order, done, strict=True):
                     measured[at][unit].append(Unit.of(results, totals))
                     on_turn()
+        except KeyboardInterrupt:
+            if not measured[0][0]:
+                raise
         finally:
             for runner in runners:
                 runner.close()
-        return [[typical(units) for units in of] for of in measured]
+        return [[typical(units) for units in of if units] for of in measured]
 
 
 def typical(units: Sequence[Unit]) -> Unit:
@@ -261,14 +270,15 @@ def _trials(
     rounds, progress = _RUNS // count, search.progress
     progress.phase("runs of the best candidates", len(candidates) * count * rounds)
     shape = {"batch": batch, "count": count, "length": search.length, "rounds": rounds}
-    real = models.decode([cfg for _, cfg in candidates], **shape, on_turn=progress.advance)
+    configs = [config for _, config in candidates]
+    real = models.decode(configs, **shape, on_turn=progress.advance, until=search.until)
     rows = {}
     for (made, _), units in zip(candidates, real, strict=True):
         measured = Times.of(units, search.chosen.objective, made.layout.devices).mean
-        simulated = search.units(made, count)
+        simulated = search.units(made, len(units))
         rows[made.key] = {
             "candidate": str(made),
-            "ratio": measured / search.times(made, count).mean,
+            "ratio": measured / search.times(made, len(units)).mean,
             "tokens_per_answer": Times.ratio(units, "emitted", "answers").mean,
             "simulated_tokens_per_answer": Times.ratio(simulated, "emitted", "answers").mean,
             "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],

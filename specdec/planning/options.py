@@ -56,9 +56,7 @@ class PlanOptions:
     ] = "draft_model"
     strategies: Annotated[tuple[Text, ...], "[A,B]: presets to try"] = ()
     prompts: Annotated[int, Field(ge=4, le=1000), "of the last round"] = 24
-    budget_s: Annotated[
-        Positive, "seconds for simulations; runs with the models have twice as many in addition"
-    ] = 60.0
+    budget_s: Annotated[Positive, "seconds in all, measuring included"] = 120.0
     check: Annotated[
         str, "DIR: compares a run of the planned preset with the plan; true: runs it"
     ] = ""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from math import inf
 from time import monotonic
 
 from specdec.errors import UserError
@@ -31,7 +32,8 @@ _BESIDE = 0.2  # from this share of drafting during target work, the draft needs
 _TUNING, _LOOKING = 0.6, 0.5  # shares of the time for sizes, and for presets that models decode
 _HOPELESS = 2.5  # sizes of a preset are not tried if it takes this many times the best time
 _PER_PRESET = 3  # candidates of a preset that enter the halving
-_DECODING = 2.0  # time for candidates that models decode, in budgets, besides the budget
+_SIMULATING, _DECODING = 0.3, 0.4  # shares of what measuring left; the rest is for trials
+_LEAST = 0.2  # share of the budget that a search has however long measuring took
 _SURE = 3  # candidates of either kind that a round evaluates even without time
 _NO_TIME = "the budget was spent before it was tried"
 
@@ -54,11 +56,14 @@ class Search:
     # Seconds of simulations (False) and of decoding by models (True). Models decode some hundred
     # tokens per second, which would leave no time to try sizes.
     spent: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    measured_s: float = 0.0  # time spent before the search
+    until: float = inf  # when trials end, of ``monotonic``
+    _tried: dict[str, _Tried] = field(default_factory=dict)
 
     def run(self, presets: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidates of the last round, and plain decoding."""
         self.progress.phase("layouts", len(presets))
-        tried: dict[str, _Tried] = {}
+        tried = self._tried
         for preset in presets:
             if found := self._in_layouts(preset):
                 tried[preset.name] = found
@@ -68,9 +73,9 @@ class Search:
                 f"plain decoding does not fit: {self.left_out.get(PLAIN, 'no layout')}; give more"
                 " devices, or a machine that holds the target"
             )
-        plain = _fastest(tried.pop(PLAIN))[0]
-        order = sorted(tried, key=lambda name: _best_s(tried[name]))
-        best = min(map(_best_s, tried.values()), default=0.0)
+        plain = _fastest(tried[PLAIN])[0]
+        order = sorted({*tried} - {PLAIN}, key=lambda name: _best_s(tried[name]))
+        best = min((_best_s(tried[name]) for name in order), default=0.0)
         self.progress.phase("sizes", len(order))
         for name in order:
             hopeful = _best_s(tried[name]) <= _HOPELESS * best
@@ -89,6 +94,13 @@ class Search:
             left = self._round(left, prompts or self.simulator.num_prompts, kept)
         return [*left, plain]
 
+    def so_far(self) -> str:
+        """Says what the first round has found, for a search that is interrupted."""
+        best = {name: _best_s(of) for name, of in self._tried.items()}
+        ranked = sorted(best, key=lambda name: best[name])
+        gains = (f"{name} {best[PLAIN] / best[name]:.2f}x" for name in ranked if PLAIN in best)
+        return f"gains so far, on {_FIRST[0]} prompts: {', '.join(gains) or 'none yet'}"
+
     def times(self, candidate: Candidate, count: int, length: int | None = None) -> Times:
         units = self.units(candidate, count, length)
         return Times.of(units, self.chosen.objective, candidate.layout.devices)
@@ -104,7 +116,10 @@ class Search:
         return sorted(candidates, key=lambda c: self.times(c, count).mean)
 
     def has_time(self, *, decoded: bool = False, share: float = 1.0) -> bool:
-        limit = share * self.chosen.budget_s * (_DECODING if decoded else 1.0)
+        budget = self.chosen.budget_s
+        limit = share * max(_LEAST * budget, budget - self.measured_s)
+        if self.until < inf:  # models share the budget
+            limit *= _DECODING if decoded else _SIMULATING
         if self.spent[decoded] <= limit:
             return True
         self.complete = False

@@ -67,9 +67,10 @@ def measure_model(
     context: int,
     requests: int = 1,
     transfer: bool = False,
+    draft: bool = True,
     on_repeat: Callable[[str], None] = lambda _: None,
 ) -> dict[Work, list[Sample]]:
-    """Measures the passes of target and draft, and transfers of hidden states if asked to.
+    """Measures passes of the target, and if asked to of the draft and transfers of hidden states.
 
     The longest of ``stages`` slices of the target is measured. The time of the head is that of the
     last slice with the logits of all rows minus that of a pass without logits directly before.
@@ -81,15 +82,15 @@ def measure_model(
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
-    stage, last, draft = (
+    stage, last, *drafting = (
         _TimedRunner(runner, context, max(tokens), requests)
         for runner in (
             *(pair.stage(*bound, meter).runner for bound in (longest, bounds[-1])),
-            pair.runner("draft", meter),
+            *([pair.runner("draft", meter)] if draft else []),
         )
     )
-    kinds = {Work.STAGE: stage.layers, Work.PRUNE: stage.prune}
-    kinds |= {Work.HEAD: last.head, Work.DRAFT: draft.proposals}
+    kinds = {Work.STAGE: stage.layers, Work.PRUNE: stage.prune, Work.HEAD: last.head}
+    kinds |= {Work.DRAFT: drafting[0].proposals} if drafting else {}
     samples = {}
     for kind, seconds_of in kinds.items():
         rounds = []

@@ -16,7 +16,15 @@ from specdec.metrics import RequestResult, comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
 from specdec.report.plots import acceptance_png, comparison_png, throughput_png, trajectory_png
-from specdec.report.results import Result, baseline_of, read, read_json, styles_of
+from specdec.report.results import (
+    Result,
+    baseline_of,
+    read,
+    read_json,
+    row_name,
+    styles_of,
+    swept_values,
+)
 from specdec.report.tables import TITLE_KEYS, notes_of, shown_rows, title_of, used_columns
 from specdec.report.traces import rejections_png, timeline_png
 from specdec.trace.files import (
@@ -43,6 +51,9 @@ class ResultsReport:
 
 def load_report(folder: str | Path) -> ResultsReport:
     found = read(folder)
+    names = [row_name(swept_values(result.name)) or result.name for result in found]
+    if len({*names}) == len(names):
+        found = [replace(result, name=name) for result, name in zip(found, names, strict=True)]
     if not any(result.records for result in found):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
     results = []

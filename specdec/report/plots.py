@@ -269,7 +269,9 @@ def png(
         drawn, labels = ax.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
     if handles:
-        style: dict[str, Any] = {"ncols": min(6, len(handles)), "fontsize": 8, "frameon": False}
+        wide = max(1, int(width / (max(map(len, handles)) + 5)))  # entries side by side
+        ncols = min(6, len(handles), wide)
+        style: dict[str, Any] = {"ncols": ncols, "fontsize": 8, "frameon": False}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", **style)
     stream = BytesIO()
     figure.savefig(stream, format="png")

@@ -55,11 +55,16 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
 
 
-def _hardware() -> dict[str, Any]:
-    memory, cpu = host_memory(), None
+def cpu_info() -> str:
+    """Returns what the system says of its processors; "" if it does not."""
     with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _hardware() -> dict[str, Any]:
+    memory = host_memory()
+    cpu = re.search(r"^model name\s*:\s*(.+)$", cpu_info(), re.MULTILINE)
     facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),

@@ -1,6 +1,7 @@
 """Writes ``requests.jsonl``; reads run folders as objects or pandas frames (docs/results.md)."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -178,7 +179,7 @@ def read(folder: str | Path) -> list[Result]:
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
     folders = [
         config.parent
-        for config in sorted(base.rglob(CONFIG_FILE))
+        for config in sorted(base.rglob(CONFIG_FILE), key=_in_number_order)
         if any((config.parent / name).is_file() for name in files)
     ]
     if not folders:
@@ -188,6 +189,28 @@ def read(folder: str | Path) -> list[Result]:
     return [
         r for path in folders for r in _read_folder(path, "/".join(path.relative_to(base).parts))
     ]
+
+
+def _in_number_order(path: Path) -> list[tuple[int, str]]:
+    """Orders gamma=2 before gamma=16."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
+
+
+_SWEPT = re.compile(r"(?:^|,)\+*([\w./@]+)=")
+
+
+def swept_values(job: str) -> dict[str, str]:
+    """Splits the name of a sweep's job into keys and values, which may have commas."""
+    found = [*_SWEPT.finditer(job)]
+    starts = [*(match.start() for match in found), len(job)]
+    return {m[1]: job[m.end() : end] for m, end in zip(found, starts[1:], strict=True)}
+
+
+def row_name(values: Mapping[str, str]) -> str:
+    """Names a job by its swept values: "specpipe, width=8" for a strategy and ``policy.width``."""
+    texts = {key: f"{key.rpartition('.')[2]}={value}" for key, value in values.items() if value}
+    return ", ".join(values[key] if key == "strategy" else text for key, text in texts.items())
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:

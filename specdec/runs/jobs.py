@@ -10,6 +10,7 @@ import torch
 
 from specdec.clocks import ClockKind
 from specdec.clocks.timed_runs import timed_run
+from specdec.compose.workbench import check_parts
 from specdec.data import (
     Prompt,
     Request,
@@ -29,7 +30,7 @@ from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report.advice import advice_of
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
-from specdec.report.provenance import provenance
+from specdec.report.provenance import cpu_info, provenance
 from specdec.report.results import RequestRecord, RequestWriter, Result, runs_of
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
 from specdec.report.styles import row_styles
@@ -164,6 +165,10 @@ class _Decoding:
         self._base = cfgs[0]
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
+        pair = pair or build_pair(self._base["model"])
+        for cfg in cfgs:
+            if "policy" in cfg:  # rows of other programs have no parts
+                check_parts(cfg, pair)
         self.pair, self._prompts, self._cut = prepare(self._base, pair, progress)
         self.runners: list[Runner] = []
         self.records: dict[tuple[str, int, int], RequestRecord] = {}
@@ -481,6 +486,13 @@ def notes_on_models(cfgs: Sequence[Mapping[str, Any]], pair: ModelPair) -> list[
         shown = ", ".join(f"{key}={value}" for key, value in about.items())
         notes.append(
             f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}"
+        )
+    flags = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}.get(str(pair.dtype), ())
+    known = cpu_info() if flags and pair.device == "cpu" else ""
+    if known and not any(flag in known for flag in flags):
+        notes.append(
+            f"model.dtype={pair.dtype}: this CPU has no instructions for it, so prompts and passes"
+            " are slow; model.dtype=float32 may be quicker"
         )
     rows: dict[str, list[str]] = {}
     for cfg in cfgs:

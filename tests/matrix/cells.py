@@ -237,9 +237,11 @@ def config(
     cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
 ) -> dict[str, Any]:
     """The cell's resolved configuration, on a pipeline of few stages."""
-    chosen = {group: option(group, getattr(cell, group)) for group in AXES}
+    names = {group: getattr(cell, group) for group in AXES}
+    chosen = {group: option(group, name) for group, name in names.items()}
     chosen["serving"] = option("serving", serving_of(cell))
     values = deepcopy({**base(), **chosen})
+    values["choices"] = names  # refusals name them
     executor = values["executor"]
     if executor.get("stages"):
         executor["stages"] = stages

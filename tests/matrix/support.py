@@ -20,7 +20,8 @@ from tests.matrix.outcomes import Kind, Outcome, check, composed
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 _AXES = AXES[:-1]  # whether a cell is refused does not depend on its sampling
-_DETAIL = re.compile(r"\b[A-Z]\w*[a-z]\w*|\[[\d, ]+\]")  # class names and layers in a message
+# Class names, options and layers in a message.
+_DETAIL = re.compile(r"\b[A-Z]\w*[a-z]\w*|\b(?:source|policy|verifier|executor)=\w+|\[[\d, ]+\]")
 
 Parts = tuple[str, ...]  # source, policy, verifier, executor
 Box = tuple[tuple[str, ...], ...]  # options of each: all combinations of them

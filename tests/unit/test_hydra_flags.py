@@ -16,6 +16,7 @@ from specdec import Decoder, UserError
 from specdec.cli.arguments import read_values
 from specdec.cli.main import main
 from specdec.parts.fields import Count, Text
+from specdec.report.results import row_name, swept_values
 
 RANDOM = "model=random"
 EXPERIMENT = """# @package _global_
@@ -159,3 +160,20 @@ def test_a_clone_named_like_the_package_does_not_shadow_it(tmp_path: Path) -> No
     assert Path(path) == root / "specdec" / "__init__.py"
     assert {"Decoder", "generate", "verify", "UserError"} <= set(names)
     assert "generate" in done.stdout.partition("Help on package")[2]
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_with_one_table(capsys, elsewhere: Path) -> None:
+    """Its rows are the swept values, in the order of numbers; seeds are no axis of the plot."""
+    words = ["-m", RANDOM, "policy.gamma=2,10", "seed=0,1", "clock=simulated", "output_dir=out"]
+    assert main(["run", *words, "data.limit=1", "max_new_tokens=4"]) == 0
+    table = Path("out/sweep.md").read_text(encoding="utf-8")
+    names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| g")]
+    assert names == [f"gamma={gamma}, seed={seed}" for gamma in (2, 10) for seed in (0, 1)]
+    assert Path("out/sweep.png").is_file()
+    assert names[-1] in capsys.readouterr().out
+    values = {"strategy": "specpipe", "policy.arms": "[1,a,2]", "data.limit": "4"}
+    job = ",".join(f"{key}={value}" for key, value in values.items())
+    assert swept_values(job) == values
+    assert swept_values("ar") == {}
+    assert row_name(swept_values(job)) == "specpipe, arms=[1,a,2], limit=4"

@@ -11,7 +11,10 @@ import yaml
 
 import specdec
 from specdec.config.job import run_job_of
+from specdec.errors import UserError
+from specdec.metrics.speedup import expected_accepted
 from specdec.planning import Plan, check_run, units_of_run
+from specdec.planning.alone import least_rate
 from specdec.planning.job import NoProgress
 from specdec.runs.jobs import run_job
 
@@ -73,6 +76,23 @@ def test_the_written_preset_runs_as_planned(planned: Any, tmp_path: Path) -> Non
     run_planned(folder / "out", tmp_path, "clock.profile=planned")
     verdict = check_run(plan.expected, units_of_run(tmp_path))
     assert not verdict.warnings, verdict.figures
+
+
+def test_a_model_without_a_draft_is_measured(tmp_path: Path) -> None:
+    """Presets that draft from the text; the break-even of a head is the least rate that pays."""
+    words = ["model=hf", "model.target=bundled:target", "data=stdlib", "data.limit=4"]
+    plan = specdec.plan(words, output_dir=tmp_path, prompts=4, budget_s=1)
+    assert {choice.strategy for choice in plan.choices} == {"ar", "suffix", "prompt_lookup"}
+    tokens = {choice.strategy: choice.tokens_per_answer for choice in plan.choices}
+    assert tokens["ar"] == 1.0 < min(tokens["suffix"], tokens["prompt_lookup"])
+    assert "an EAGLE head of one layer would" in plan.decides[0]
+    assert run_job_of([*words, "strategy=planned"], [tmp_path]).name == "planned"
+    rate = least_rate(2.0, 4)
+    assert rate is not None
+    assert 1 + expected_accepted(rate, 4) > 2.0 >= 1 + expected_accepted(rate - 0.01, 4)
+    assert least_rate(5.0, 4) is None
+    with pytest.raises(UserError, match="measured on this machine: leave profile out"):
+        specdec.plan(words, profile="uniform_30ms")
 
 
 def run_planned(out: Path, folder: Path, *words: str) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
+from specdec.errors import UserError
 from specdec.metrics.rates import drafted_by_context, drafted_by_position
+from specdec.report.leaderboard import write_leaderboard
 from specdec.report.origins import (
     TextPiece,
     html_text,
@@ -105,16 +109,28 @@ def test_a_sweeps_page_compares_jobs_with_their_baseline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = {row["strategy"]: row for row in load_report(sweep).rows}
-    assert rows["strategy=speculative,seed=0"]["speedup_wall"] == pytest.approx(2.0)
-    assert rows["strategy=speculative,seed=0"]["lossless"] is True
+    assert rows["speculative, seed=0"]["speedup_wall"] == pytest.approx(2.0)
+    assert rows["speculative, seed=0"]["lossless"] is True
     assert main(["report", str(sweep), "text=1"]) == 0
     shown = capsys.readouterr().out
-    assert "strategy=speculative,seed=0, prompt 1" in shown
+    assert "speculative, seed=0, prompt 1" in shown
     page = (sweep / "report.html").read_text(encoding="utf-8")
-    assert "Not complete, not in the table: strategy=speculative,seed=1" in page
+    assert "Not complete, not in the table: speculative, seed=1" in page
     assert "2.00x" in page
     for name in ("prompts", "throughput", "acceptance"):
         assert (sweep / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_leaderboard_ranks_runs_of_several_folders(sweep: Path) -> None:  # noqa: F811
+    """A table per condition, the fastest first; each row links its run."""
+    page = write_leaderboard([sweep, sweep / "strategy=ar,seed=0"], sweep.parent / "board.html")
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r'<a href="([^"]+)/">([^<]+)</a>', text)
+    assert all((page.parent / unquote(link) / "summary.json").is_file() for link, _ in links)
+    names = [name for _, name in links]
+    assert names.index("speculative, seed=0 *") < names.index("ar, seed=0")
+    with pytest.raises(UserError, match="nothing to"):
+        write_leaderboard([sweep / "strategy=speculative,seed=1"], page)
 
 
 def test_a_sweeps_header_states_what_varies(sweep: Path) -> None:  # noqa: F811

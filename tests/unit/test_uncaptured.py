@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specdec.config.hydra import compose_config
-from specdec.runs.jobs import limits, run_job
+from specdec.pairs import RandomPair
+from specdec.pairs.options import ModelOptions
+from specdec.runs.jobs import limits, notes_on_models, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +34,14 @@ def test_what_has_no_effect_is_named(overrides, device, told):
     found = limits(config, device)
     assert len(found) == len(told)
     assert all(words in limit for words, limit in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize(("flags", "notes"), [("flags: avx2", 1), ("avx512_bf16", 0), ("", 0)])
+def test_a_type_without_instructions_is_slow(monkeypatch, flags, notes):
+    monkeypatch.setattr("specdec.runs.jobs.cpu_info", lambda: flags)
+    pair = RandomPair(options=ModelOptions(dtype="bfloat16"))
+    assert len([n for n in notes_on_models([], pair) if "model.dtype=bfloat16" in n]) == notes
+    assert not notes_on_models([], RandomPair())
 
 
 def test_a_run_says_so(tmp_path):

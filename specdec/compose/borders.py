@@ -1,0 +1,172 @@
+"""Checks what parts from outside the library return, at the call that returns it.
+
+A token outside the vocabulary or a ``None`` would otherwise surface as an error of torch far from
+its cause. The library's own parts are tested instead, and are not checked in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from specdec.errors import UserError
+from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
+from specdec.policies.tree_growth import last_position
+from specdec.state import DecodeState, RequestState
+from specdec.types import NO_NODE, NO_TOKEN, Candidates, Nodes, Output, Verdict
+
+
+class BrokenPart(UserError):
+    """A part returned what its interface does not allow."""
+
+
+def guard(part: Any, label: str, vocab_size: int) -> None:
+    """Makes the methods of a part raise ``BrokenPart`` for wrong results, calling it ``label``."""
+    checks: dict[type, tuple[str, Callable[..., str]]] = {
+        TokenSource: ("expand", lambda found, _state, nodes, k: (
+            _wrong_type(found, Candidates) or candidates_fault(found, len(nodes), k, vocab_size)
+        )),
+        TreePolicy: ("select", lambda found, state, _source: (
+            _wrong_type(found, Nodes) or _nodes_fault(found, state)
+        )),
+        Verifier: ("verify", lambda found, _state, requests: (
+            _wrong_type(found, list) or _verdicts_fault(found, requests, vocab_size)
+        )),
+        Executor: ("collect", lambda found, **_: (
+            _wrong_type(found, Output) or _answers_fault(found, vocab_size)
+        )),
+    }  # fmt: skip
+    name, fault_of = next(check for base, check in checks.items() if isinstance(part, base))
+    method = getattr(part, name)
+
+    @wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = method(*args, **kwargs)
+        if fault := fault_of(found, *args, **kwargs):
+            raise BrokenPart(f"{label}: {name} returned {fault}")
+        return found
+
+    object.__setattr__(part, name, checked)
+
+
+def is_outside(node: object) -> bool:
+    """Whether a class that a configuration's node names, or one nested in it, is not of here."""
+    if isinstance(node, Mapping):
+        named = str(node.get("_target_", "specdec."))
+        return not named.startswith(("specdec.", "strategies.")) or any(
+            is_outside(value) for value in node.values()
+        )
+    return isinstance(node, list) and any(map(is_outside, node))
+
+
+def _wrong_type(found: object, wanted: type) -> str:
+    if isinstance(found, wanted):
+        return ""
+    what = "None" if found is None else f"a {type(found).__name__}"
+    return f"{what}, but must return {wanted.__name__}"
+
+
+def _first(faults: Mapping[str, Callable[[], Any]]) -> str:
+    """Returns the first fault whose condition holds; later ones may rely on the earlier ones."""
+    return next((text for text, holds in faults.items() if holds()), "")
+
+
+def candidates_fault(found: Candidates, num_nodes: int, k: int, vocab_size: int | None) -> str:
+    """Says which rule of ``Candidates`` is broken; "" if none is."""
+    tokens, logprobs, counts = fields = found.tokens, found.logprobs, found.counts
+    if not all(isinstance(of, np.ndarray) for of in fields):
+        return "candidates whose tokens, logprobs or counts are no NumPy arrays"
+
+    def valid() -> Any:
+        return np.arange(tokens.shape[1]) < counts[:, None]
+
+    def repeats() -> bool:
+        rows = zip(tokens.tolist(), counts.tolist(), strict=True)
+        return any(len({*row[:count]}) < count for row, count in rows)
+
+    limit = vocab_size or np.iinfo(np.int64).max
+    return _first({
+        f"tokens of shape {tokens.shape} and counts of shape {counts.shape}, but must have one row"
+        f" for each of {num_nodes} nodes": lambda: (
+            tokens.ndim != 2 or len(tokens) != num_nodes or counts.shape != (num_nodes,)
+        ),
+        "tokens and logprobs that differ in shape": lambda: tokens.shape != logprobs.shape,
+        f"more than k={k} candidates": lambda: tokens.shape[1] > k,
+        f"tokens of {tokens.dtype} and counts of {counts.dtype}: tokens and counts must be int64": (
+            lambda: not tokens.dtype == counts.dtype == np.int64
+        ),
+        "counts that are negative or above the number of columns": (
+            lambda: ((counts < 0) | (counts > tokens.shape[1])).any()
+        ),
+        f"a token outside the vocabulary of {vocab_size}": (
+            lambda: ((tokens < 0) | (tokens >= limit))[valid()].any()
+        ),
+        "the same token twice: candidates of a node must differ": repeats,
+        "log-probabilities that are not numbers of at most 0": (
+            lambda: not (logprobs[valid()] <= 0).all()
+        ),
+    })  # fmt: skip
+
+
+def _nodes_fault(found: Nodes, state: DecodeState) -> str:
+    for request_id, ids in found.items:
+        request = state.requests.get(request_id)
+        if request is None:
+            return f"nodes of request {request_id}, which is not live"
+        if fault := selection_fault(request, ids):
+            return f"nodes of request {request_id} that break a rule: {fault}"
+    return ""
+
+
+def selection_fault(request: RequestState, ids: Any) -> str:
+    """Says which rule of ``TreePolicy.select`` nodes of a request break; "" if none."""
+    ids, tree = np.asarray(ids), request.tree
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
+        return f"ids of shape {ids.shape} and dtype {ids.dtype}, not int64[W]"
+    slots = tree.slots(ids.astype(np.int64))
+    parents = tree.parents[slots]
+    return _first({
+        "a chosen node is not in the tree": lambda: NO_NODE in slots,
+        "chosen nodes must be in order, and none twice": lambda: (np.diff(slots) <= 0).any(),
+        "a node is submitted twice": lambda: (tree.submitted_at[slots] >= 0).any(),
+        "a node is submitted before its parent": lambda: not (
+            np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)
+        ).all(),
+        "a node lies beyond max_new_tokens": (
+            lambda: tree.positions.max() > last_position(request)
+        ),
+        "the prompt is not yet computed": (
+            lambda: len(ids) and request.prefill_sent != request.num_prefill
+        ),
+    })  # fmt: skip
+
+
+def _verdicts_fault(
+    found: Sequence[Verdict], requests: Sequence[RequestState], vocab_size: int
+) -> str:
+    trees = {request.id: request.tree for request in requests}
+    for verdict in found:
+        if fault := _wrong_type(verdict, Verdict):
+            return f"a list with {fault}"
+        if verdict.request not in trees:
+            return f"a verdict on request {verdict.request}, which has no answered root"
+        if not 0 <= verdict.next_token < vocab_size:
+            return f"next_token={verdict.next_token}, outside the vocabulary of {vocab_size}"
+        tree = trees[verdict.request]
+        slots = tree.slots(np.asarray(verdict.accepted_ids, np.int64))
+        if NO_NODE in slots or tree.parents[slots].tolist() != [0, *slots.tolist()][: len(slots)]:
+            return "accepted_ids that are not a path from a child of the root"
+    return ""
+
+
+def _answers_fault(found: Output, vocab_size: int) -> str:
+    for answers in found.answers:
+        tokens = np.asarray(answers.tokens)
+        if tokens.shape != np.shape(answers.node_ids):
+            return f"{tokens.shape} tokens for {np.shape(answers.node_ids)} nodes"
+        if ((tokens >= vocab_size) | ((tokens < 0) & (tokens != NO_TOKEN))).any():
+            return f"an answer outside the vocabulary of {vocab_size}"
+    return ""

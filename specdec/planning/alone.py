@@ -1,0 +1,137 @@
+"""A plan for a target without a draft: presets that draft from text or heads are measured here.
+
+Their hits are known only once the model has decoded, so nothing is simulated: all decode the same
+prompts in turns of a fraction of a second, until the prompts or the budget end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from specdec.errors import UserError
+from specdec.metrics.speedup import expected_accepted
+from specdec.planning.answer import Plan, choices_of
+from specdec.planning.candidates import PLAIN, Candidate, Simulator, presets
+from specdec.planning.machines import Profiled
+from specdec.planning.measuring import ModelsHere
+from specdec.planning.options import PlanOptions
+from specdec.planning.search import Search
+from specdec.profiling.passes import costs_of, measure_model
+
+PRESETS_BY_KEY = {
+    "target": ("suffix", "prompt_lookup"),
+    "eagle_head": ("eagle", "eagle2", "eagle3"),
+    "exit_heads": ("eesd", "ppsd"),
+    "translated": ("translated",),
+}
+"""Key of the model -> presets that are tried if it is set."""
+
+_LENGTH = 64  # tokens per prompt
+_CHAIN = 4  # draft tokens of the head in the estimate
+_CONTEXT, _REPEATS = 256, 5  # of passes
+
+
+def measure_alone(
+    models: ModelsHere, chosen: PlanOptions, keys: Sequence[str]
+) -> tuple[Plan, Candidate]:
+    """Returns the plan and its first choice; ``keys`` are those of the model that are set.
+
+    If interrupted it returns what the prompts so far say.
+    """
+    began, progress, batch = monotonic(), models.progress, chosen.batch[0]
+    names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]
+    found, left_out = presets(models.words, models.extra, [PLAIN, *names], measured=True)
+    tried = {}
+    for made in found:
+        for size in (made, *made.smaller()[:1]):
+            parts = {part: size.config[part] for part in ("policy", "executor")}
+            config = {**models.config(size.name), **parts}
+            try:
+                start = monotonic()
+                models.decode([config], batch=batch, count=1, length=8)
+                tried[size.key] = (size, config, (monotonic() - start) / 16)
+            except UserError as error:  # such as a head of another method
+                left_out[size.name] = str(error)
+    candidates = [size for size, _, _ in tried.values()]
+    count = max(1, min(chosen.prompts, len(models.loaded[1]) // batch))
+    turn_s = _LENGTH * sum(token_s for _, _, token_s in tried.values())
+    progress.note(
+        f"{len(tried)} candidates decode {count} x {batch} prompts of {_LENGTH} tokens: about"
+        f" {min((count + 1) * turn_s, chosen.budget_s):.0f} s, at most"
+        f" budget_s={chosen.budget_s:g}; Ctrl+C ends it with the results so far"
+    )
+    head = _head_line(models)
+    progress.phase("runs", len(tried) * count)
+    shape = {"batch": batch, "count": count, "length": _LENGTH}
+    units = models.decode(
+        [config for _, config, _ in tried.values()],
+        **shape,
+        on_turn=progress.advance,
+        until=began + chosen.budget_s,
+    )
+    done = len(units[0])
+    simulator = Simulator(models.loaded[0], None, of="runs", prompts=done * batch)
+    for made, of in zip(candidates, units, strict=True):
+        simulator.put(made, _LENGTH, of)
+    search = Search(
+        machine=Profiled(name="this machine", devices=1, stages=1, by_batch={}),
+        simulator=simulator,
+        chosen=chosen,
+        requests=0.0,
+        length=_LENGTH,
+        chain_length=0,
+        progress=progress,
+    )
+    ranked = search.ranked(candidates, done)
+    notes = (
+        []
+        if done == count
+        else [f"{done} of {count} prompts, then the time was up or it was interrupted"]
+    )
+    plan = Plan(
+        choices=choices_of(search, ranked),
+        objective=chosen.objective,
+        batch=batch,
+        context=chosen.context[0],
+        devices=1,
+        acceptance=f"measured on {done * batch} prompts",
+        machine="this machine",
+        measured=True,
+        decides=(head,),
+        left_out=left_out,
+        complete=done == count,
+        notes=(*notes, *(f"{name} was not tried: {why}" for name, why in left_out.items())),
+        search_s=monotonic() - began,
+    )
+    return plan, ranked[0]
+
+
+def least_rate(cost: float, gamma: int) -> float | None:
+    """Returns the least acceptance rate (in hundredths) with which chains pay; None: none does.
+
+    ``cost`` is that of a chain and its verification, in passes of one row, which more tokens must
+    repay (Leviathan et al. 2023, Theorem 3.8).
+    """
+    rates = (at / 100 for at in range(100))
+    return next((r for r in rates if 1.0 + expected_accepted(r, gamma) > cost), None)
+
+
+def _head_line(models: ModelsHere) -> str:
+    """Says from which acceptance on chains of an EAGLE head of one layer would pay."""
+    pair = models.loaded[0]
+    models.progress.phase("passes", None)
+    samples = measure_model(
+        pair, stages=1, tokens=(1, 1 + _CHAIN), repeats=_REPEATS, context=_CONTEXT, draft=False
+    )
+    costs = {kind: curve["ms"] for kind, curve in costs_of(samples).items()}
+    stage, output = costs["stage"], costs.get("head", [0.0, 0.0])
+    one = stage[0] + output[0]
+    several = (stage[1] + output[1]) / one
+    cost = several + _CHAIN * (stage[0] / pair.num_layers + output[0]) / one
+    least = least_rate(cost, _CHAIN)
+    pays = "never pay" if least is None else f"pay from an acceptance rate of {least:.2f}"
+    return (
+        f"a pass of {1 + _CHAIN} rows costs {several:.2f} passes of one row, so chains of {_CHAIN}"
+        f" from an EAGLE head of one layer would {pays} (specdec train eagle3, docs/training.md)"
+    )
