@@ -25,7 +25,7 @@ from specdec.parts.fields import Share, Text, validated
 from specdec.sources.eagle import Features
 from specdec.sources.model_source import ModelSource
 from specdec.state import DecodeState, RequestState
-from specdec.types import BoolArray, Candidates, Commit, IntArray, Needs, Nodes, Output
+from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -163,15 +163,16 @@ class BlockSource(ModelSource):
             can &= self._survival(request, ids) >= self._least
         return can
 
-    def _survival(self, request: RequestState, ids: IntArray) -> list[float]:
-        """Returns each node's product of estimates: its rows' and those of its ancestors."""
+    def _survival(self, request: RequestState, ids: IntArray) -> FloatArray:
+        """Returns float64[W]: each node's product of estimates, with those of its ancestors."""
         rows = self._drafts[request.id].rows
+        assert rows is not None
         found = []
         for slot in request.tree.slots(ids):
             path = request.tree.path(slot)[: self._runner.num_drafts]
             before = torch.from_numpy(request.tree.tokens[path])
             found.append(float(self._runner.confidence(rows[: len(path)], before).prod()))
-        return found
+        return np.array(found)
 
     def _target_logits(self, logits: Tensor) -> Tensor:
         return self._runner.target_logits(logits)

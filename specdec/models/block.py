@@ -52,6 +52,7 @@ _ARCHITECTURES: dict[str, Kind] = {
     "Qwen3DSparkModel": "dspark",
 }
 _LAYERS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "muse_glimmer_assistant": Qwen3Config}
+_NOT_OF_LAYERS = ("model_type", "layer_types")  # checked apart
 _OWN_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _UNUSED = ("verifier_", "rotary_emb.", "t2d", "embed_tokens.", "lm_head.")
 
@@ -132,7 +133,8 @@ class BlockHead(nn.Module):
         """Returns each layer's keys and values of features [B, T, S] at ``positions``, int64[T]."""
         fused = self.hidden_norm(self.fc(features))
         rotation = self.rotary(fused, positions[None])
-        return [layer.self_attn.keys_values(fused, rotation) for layer in self.layers]
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return [attention.keys_values(fused, rotation) for attention in attentions]
 
     def forward(self, anchors: Tensor, positions: Tensor, context: Sequence[Pair]) -> Tensor:
         """Returns the rows of every block that predict a token, [B, N, M, E].
@@ -294,7 +296,7 @@ class BlockRunner:
             positions = torch.arange(len(features), device=weight.device) + context.length
             features = features.to(weight.device, weight.dtype)
             new = self.head.context(features[None], positions)
-        old = context.pairs or [tuple(x[:, :, :0] for x in pair) for pair in new]
+        old = context.pairs or [(key[:, :, :0], value[:, :, :0]) for key, value in new]
         context.pairs = [
             (torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2))
             for a, b in zip(old, new, strict=True)
@@ -393,7 +395,7 @@ def _config(
         refuse(f"has layer_types {sorted(set(layer['layer_types']))}", "full_attention can be read")
     if flat.get("markov_head_type", "vanilla") != "vanilla":
         refuse(f"has markov_head_type {flat['markov_head_type']!r}", "vanilla can be read")
-    fields = {k: v for k, v in layer.items() if v is not None and k != "model_type"}
+    fields = {k: v for k, v in layer.items() if v is not None and k not in _NOT_OF_LAYERS}
     layers, num = tuple(int(i) for i in given or ()), int(target.num_hidden_layers)
     outside = [i for i in layers if not 0 <= i < num]
     if outside:
@@ -493,7 +495,11 @@ def block_config(kind: Kind, target: Any, **variants: Any) -> BlockConfig:
     )
     low, high = min(1, num - 1), max(num - 3, min(2, num - 1))
     spread = torch.linspace(low, high, 5).round().int().tolist()
-    fields: dict[str, Any] = {"layers": tuple(sorted(set(spread))), "block_size": 5, "mask_token": vocab - 1}
+    fields: dict[str, Any] = {
+        "layers": tuple(sorted(set(spread))),
+        "block_size": 5,
+        "mask_token": vocab - 1,
+    }
     if kind == "dspark":
         fields |= {"from_anchor": True, "markov_rank": _RANK, "confidence": size + _RANK}
     fields |= {"draft_vocab_size": vocab, "num_target_layers": num, "target_hidden_size": size}

@@ -322,7 +322,9 @@ class HuggingFacePair(ModelPair):
         config = files.head_config(last.config)
         return load_head(files, config, embedding=embedding, output=output)
 
-    def fitted(self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]) -> tuple[H, bool]:
+    def fitted(
+        self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]
+    ) -> tuple[H, bool]:
         """Returns a drafter without files, ``make()``, and whether it has been trained.
 
         Pairs of random models pass it and their target to ``fit``.

@@ -140,7 +140,9 @@ class RandomPair(HuggingFacePair):
         """
         return self.fitted(f"eagle {version}", partial(super().eagle_head, version), fit_head)[0]
 
-    def fitted(self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]) -> tuple[H, bool]:
+    def fitted(
+        self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]
+    ) -> tuple[H, bool]:
         if name not in self._fitted:
             with torch.inference_mode(False):  # decoding runs in it, but a head is fitted
                 self._fitted[name] = fit(make(), self.target)
