@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.data.files import fill, text_field
 from specdec.data.prompt import Prompt
-from specdec.data.readers import DataRecord, json_lines, paragraphs
+from specdec.data.readers import DataRecord, json_lines, paragraphs, speed_bench
 from specdec.data.request import Request, check_request
-from specdec.data.sets import MIXED, OWN, SETS, STDLIB, Hub, Texts, holds, place_of
+from specdec.data.sets import FIRST_TURN, MIXED, OWN, SETS, STDLIB, Hub, Texts, holds, place_of
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
@@ -101,8 +101,10 @@ def _hub_records(name: str, hub: Hub) -> Iterator[DataRecord]:
 
 def _from_own_file(request: Request) -> Iterator[Prompt]:
     assert request.path is not None, "check_request refuses it"
-    read = json_lines if request.name == "jsonl" else paragraphs
-    records, template = read(Path(request.path).expanduser(), None), request.template
+    read = {"jsonl": json_lines, "text": paragraphs, "speed_bench": speed_bench}[request.name]
+    records, template = read(Path(request.path).expanduser(), request.subset), request.template
+    if request.name == "speed_bench" and template is None:
+        return _of_records(request.name, records, FIRST_TURN, "is this a file of SPEED-Bench?")
     if request.name == "jsonl" and template is None:
         field, hint = request.field or "prompt", "choose one with data.field"
         records = (

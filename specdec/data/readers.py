@@ -16,6 +16,8 @@ from specdec.data.files import find_file, open_text, read_json, read_records, re
 from specdec.data.stdlib import function_heads
 from specdec.errors import UserError
 
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
@@ -78,6 +80,22 @@ def by_category(groups: dict[str, tuple[str, ...]]) -> Reader:
                 yield record
 
     return read
+
+
+def speed_bench(path: Path, subset: str | None) -> Iterator[DataRecord]:
+    """Reads the user's copy of SPEED-Bench as JSON lines; ``subset`` is one of its categories.
+
+    Raises:
+        UserError: a row is a placeholder, which the public files have for about half of the data.
+    """
+    for record in json_lines(path, None):
+        if subset in (None, record.fields.get("category")):
+            if any(_PLACEHOLDER in str(turn) for turn in record.fields.get("turns") or ()):
+                raise UserError(
+                    f"{record.where} is a placeholder of SPEED-Bench, not a prompt: fill the file"
+                    " with its prepare_data.py"
+                )
+            yield record
 
 
 def multiple_choice(folder: Path, subset: str | None) -> Iterator[DataRecord]:

@@ -125,7 +125,7 @@ _USERS = {  # key of ``data=`` -> data sets that use it
     "field": ("jsonl",),
     "template": OWN,
     "sets": ("mixed",),
-    "subset": tuple(name for name, entry in SETS.items() if entry.subsets is not None),
+    "subset": (*(n for n, entry in SETS.items() if entry.subsets is not None), "speed_bench"),
 }
 
 
@@ -162,7 +162,7 @@ def check_request(request: Request) -> None:
         )
     if name == "mixed" and sets is None and request.data_dir is not None:
         data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
-    known = SETS[name].subsets if subset is not None else None
+    known = SETS[name].subsets if subset is not None and name in SETS else None
     if known and subset not in known:
         raise UserError(
             f"data.subset={subset!r} is not one of data={name}: choose one of {', '.join(known)}"

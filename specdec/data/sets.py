@@ -67,7 +67,7 @@ class DataSet:
 
 # Open questions: unchanged for a chat model, in Vicuna's format for a base model.
 _OPEN = Texts("USER: {FIELD}\nASSISTANT:", "{FIELD}")
-_TURN = _OPEN.of("turns.0")
+FIRST_TURN = _TURN = _OPEN.of("turns.0")
 _QUESTION = Texts("Question: {FIELD}\nAnswer:", "{FIELD}")
 _CODE = Texts("{FIELD}", "Complete this Python function. Answer with the code alone.\n\n{FIELD}")
 _CODE_X = Texts(*(text.replace("Python", "{subset}") for text in _CODE))
@@ -218,8 +218,9 @@ The order determines ids in ``data=mixed``: add new sets at the end.
 MIXED = tuple(SETS)[:12]
 """Sets of ``data=mixed`` by default: short prompts of the papers, without overlap."""
 
-DIALOGUES = ("mt_bench", "spec_bench", "jsonl")  # data sets with questions of several turns
-OWN = ("jsonl", "text")  # data sets that read the user's file ``data.path``
+# Data sets with questions of several turns, and those that read the user's file ``data.path``.
+DIALOGUES = ("mt_bench", "spec_bench", "jsonl", "speed_bench")
+OWN = ("jsonl", "text", "speed_bench")
 DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)  # values of ``data=``
 
 

@@ -61,7 +61,7 @@ class HeadFiles:
         self.config = read_config(self.folder / "config.json", "give the folder of an EAGLE head")
         self._stored: dict[str, tuple[Path, str]] = {}  # ``EagleHead``'s name -> file, name there
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in _weight_files(self.folder):
+        for path in weight_files(self.folder, "EAGLE head"):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     own = _own_name(name)
@@ -246,16 +246,17 @@ def _authors_name(name: str) -> str:
     return name.replace("layers.0.", "midlayer.", 1)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, what: str) -> list[Path]:
+    """Returns the safetensors files of a folder with ``what``; refuses one that has none."""
     paths = sorted(folder.glob("*.safetensors"))
     if paths:
         return paths
     pickles = sorted(p for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
     if not pickles:
-        raise UserError(f"EAGLE head {folder} has no *.safetensors; give the folder of a head")
+        raise UserError(f"{what} {folder} has no *.safetensors; give the folder of one")
     command = _CONVERT.format(bin=pickles[0], out=folder / "model.safetensors")
     raise UserError(
-        f"EAGLE head {folder} has its weights in {pickles[0].name} only, a pickle, which can"
+        f"{what} {folder} has its weights in {pickles[0].name} only, a pickle, which can"
         f" run code and is not read; convert it where you trust it: {command}"
     )
 

@@ -22,6 +22,7 @@ from specdec.attention.tree_attention import AttentionPlan, CacheSpec, Rows, Sco
 from specdec.clocks.meter import Meter
 from specdec.device import model_call, to_device
 from specdec.models.eagle import EagleHead
+from specdec.models.mtp import MtpHead, mtp_head
 from specdec.models.runner import backend_module, refuse_wrong
 from specdec.types import HiddenName, IntArray, TreeRows
 
@@ -50,7 +51,7 @@ class EagleRunner:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleHead | MtpHead,
         *,
         meter: Meter,
         attention: str = Attention.DENSE,
@@ -82,7 +83,10 @@ class EagleRunner:
             self._compare(self._onnx.run)
 
     @classmethod
-    def from_pair(cls, pair: Any, *, version: Literal[1, 3], meter: Meter) -> EagleRunner:
+    def from_pair(cls, pair: Any, *, version: Literal[1, 3, "mtp"], meter: Meter) -> EagleRunner:
+        """Wraps the pair's head, see ``HuggingFacePair.eagle_head``, or the target's own."""
+        if version == "mtp":
+            return cls(mtp_head(pair), meter=meter, attention=pair.attention)
         head = pair.eagle_head(version)
         backend = pair.backend_of(head.config.llama())
         return cls(head, meter=meter, attention=pair.attention, backend=backend)

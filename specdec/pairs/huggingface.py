@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,6 +39,8 @@ from specdec.types import HiddenName, IntArray
 
 if TYPE_CHECKING:
     from specdec.tensor_parallel import Collective
+
+H = TypeVar("H")
 
 
 _MISSING = {
@@ -308,6 +310,15 @@ class HuggingFacePair(ModelPair):
             return untrained_head(version, last.config, embedding=embedding, output=output)
         config = files.head_config(last.config)
         return load_head(files, config, embedding=embedding, output=output)
+
+    def fitted(
+        self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]
+    ) -> tuple[H, bool]:
+        """Returns a drafter without files, ``make()``, and whether it has been trained.
+
+        Pairs of random models pass it and their target to ``fit``.
+        """
+        return make(), False
 
     def input_embedding(self) -> torch.Tensor:
         return self.part(0, 1).get_input_embeddings().weight.detach()  # type: ignore[no-any-return]

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from specdec.models.vocabulary import (
     simple_tokenizer,
     with_vocabulary,
 )
-from specdec.pairs.huggingface import HuggingFacePair
+from specdec.pairs.huggingface import H, HuggingFacePair
 from specdec.pairs.options import Dtype, ModelOptions, with_flat_options
 from specdec.parts.fields import Count, Index, Text, validated
 from specdec.types import IntArray
@@ -90,7 +91,7 @@ class RandomPair(HuggingFacePair):
         self._family, self._window = family, sliding_window
         self._window_options(num_layers)  # refused before models are made
         self._logits = (logit_scale, logit_step)
-        self._eagles: dict[int, EagleHead] = {}
+        self._fitted: dict[str, Any] = {}
 
     def model_name(self, name: str) -> str:
         return f"random {self._family} of {self._layers[name]} layers"
@@ -132,11 +133,15 @@ class RandomPair(HuggingFacePair):
         """Returns a head that is fitted to the target on first use, since an untrained one almost
         never proposes the right token.
         """
-        if version not in self._eagles:
+        return self.fitted(f"eagle {version}", partial(super().eagle_head, version), fit_head)[0]
+
+    def fitted(
+        self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]
+    ) -> tuple[H, bool]:
+        if name not in self._fitted:
             with torch.inference_mode(False):  # decoding runs in it, but a head is fitted
-                head = super().eagle_head(version)
-            self._eagles[version] = fit_head(head, self.target)
-        return self._eagles[version]
+                self._fitted[name] = fit(make(), self.target)
+        return self._fitted[name], True
 
     def _window_options(self, num_layers: int) -> dict[str, Any] | None:
         window = self._window

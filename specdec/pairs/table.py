@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.executors.exits import ExitStage
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
+from specdec.models.block import BlockRunner, Context
 from specdec.models.eagle_runner import EagleRunner, HeadOutput
 from specdec.models.exits import HeadWeights
 from specdec.models.medusa import MedusaHeads
@@ -88,6 +89,7 @@ class TablePair(ModelPair):
         makers: dict[type, Callable[..., Any]] = {
             HeadWeights: lambda layer: HeadWeights("table", layer, {}),
             MedusaHeads: lambda num_heads, **_: TableHeads(self.draft_table, num_heads, layer),
+            BlockRunner: lambda untrained, **_: TableBlock(self.draft_table, layer, untrained),
             EagleRunner: lambda **_: TableEagle(self.draft_table, layer),
             TranslatedDraft: lambda **_: _translated(self.draft_table),
             KatzModel: lambda: KatzModel.from_pair(self),
@@ -147,6 +149,46 @@ class TableHeads:
     def logits(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden[:, 0].to(torch.int64) % len(self._laws[number])
         return self._laws[number][rows]
+
+
+class TableBlock:
+    """Stand-in for ``BlockRunner`` with four drafts: powers of a table, from the anchor's token.
+
+    Their logits also depend on the last state of the context, and a DSpark drafter's on the token
+    before.
+    """
+
+    weight_bytes = 0
+    trained = True
+    has_confidence = False
+    target_ids: torch.Tensor | None = None
+    num_drafts = 4
+
+    def __init__(self, table: torch.Tensor, layer: int, kind: str) -> None:
+        self.names, self.vocab_size = (HiddenName(layer),), table.shape[1]
+        self.conditional = kind == "dspark"
+        self._heads, self._table = TableHeads(table, self.num_drafts - 1, layer), table
+
+    def new_context(self) -> Context:
+        return Context([])
+
+    def read(self, context: Context, features: torch.Tensor) -> None:
+        context.pairs = [(features[-1:], features[-1:])]
+        context.length += len(features)
+
+    def rows(self, context: Context, anchor: int) -> torch.Tensor:
+        """Returns [M, V], the logits themselves."""
+        token = torch.tensor([[anchor]])
+        logits = [self._heads.logits(number, token) for number in range(self.num_drafts)]
+        before = int(context.pairs[0][0]) % len(self._table)
+        return torch.cat(logits) + self._table[before] / 2
+
+    def logits(self, rows: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        bias = self._table[before % len(self._table)] / 2
+        return rows + bias if self.conditional else rows
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
 
 
 class TableEagle:

@@ -109,11 +109,19 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
     speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
     lengths = group.xs(0, level="repeat")["lengths"]
     accepted = lengths.explode().dropna()
+    counts = (accepted.astype(int) - 1).clip(lower=0).value_counts()
+    means = [sum(steps) / len(steps) for steps in lengths if len(steps)]
     compared = group["ar_speed"].notna().all()
     return {
         "num_questions": len(lengths),
         "tokens_per_s": float(speeds["speed"].median()),
         "accept_length": float(accepted.mean()) if len(accepted) else None,
+        # SPEED-Bench's mean over questions, and vLLM's keys.
+        "question_accept_length": sum(means) / len(means) if means else None,
+        "acceptance_histogram": [int(counts.get(j, 0)) for j in range(int(counts.index.max()) + 1)]
+        if len(counts)
+        else [],
+        "num_spec_steps": len(accepted),
         "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
 

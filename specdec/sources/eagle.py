@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specdec.executors.models import ModelPair
     from specdec.state import DecodeState
 
-_VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
+_VERSIONS: dict[str, Literal[1, 3, "mtp"]] = {"eagle": 1, "eagle3": 3, "mtp": "mtp"}
 _DROPPED = 32  # positions freed at a time, because freeing copies every stream
 _NONE: IntArray = np.zeros(0, np.int64)
 _EMPTY = torch.zeros(0, 0)
@@ -47,7 +47,8 @@ class EagleSource(CachedModelSource):
     that other sources have proposed. A latency profile prices a pass as one of the draft model.
 
     Args:
-        untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own.
+        untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own. "mtp": the
+            MTP layer inside the target.
         early: read hidden states as soon as their layer has computed them, instead of with the
             answers.
         sample: sample candidates and return their distribution, for rejection verifiers.
@@ -63,7 +64,7 @@ class EagleSource(CachedModelSource):
         *,
         pair: ModelPair,
         meter: Meter,
-        untrained: Literal["eagle", "eagle3"] = "eagle3",
+        untrained: Literal["eagle", "eagle3", "mtp"] = "eagle3",
         early: bool = False,
         sample: bool = False,
         prefill_chunk: Count = 512,

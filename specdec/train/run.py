@@ -23,6 +23,7 @@ from specdec.parts.build import check_values
 from specdec.parts.fields import Count, Index, Text, Threads, signature_of, validated
 from specdec.sampling.transform import SamplingParams
 from specdec.train.agreement import Agreement, measure
+from specdec.train.block import BlockDrafter, BlockSpec
 from specdec.train.draft import DraftModel, DraftSpec
 from specdec.train.drafter import Drafter, OutputOptions, as_stored, draft_ids
 from specdec.train.eagle import EagleDrafter, EagleSpec
@@ -34,6 +35,7 @@ from specdec.train.texts import AnsweredText, Windows, read_answers, write_answe
 
 SPECS: Mapping[str, type] = {
     "eagle3": EagleSpec,
+    "block": BlockSpec,
     "medusa": MedusaSpec,
     "exit": ExitSpec,
     "draft": DraftSpec,
@@ -132,6 +134,7 @@ def train(
     torch.manual_seed(shared.seed)
     made: dict[str, Callable[[], Drafter]] = {
         "eagle3": lambda: EagleDrafter(frozen, spec, output, ids, shared.seed),
+        "block": lambda: BlockDrafter(frozen, spec),
         "medusa": lambda: MedusaDrafter(frozen, spec, output, ids),
         "exit": lambda: ExitDrafter(frozen, spec, output, ids),
         "draft": lambda: DraftModel(frozen, spec, tokenizer),

@@ -41,12 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "output": {"matrix": "shared", "vocabulary": 40},
     },
     "draft": {"layers": [0, 3]},
+    "block": {"kind": "dspark", "block": 3, "num_layers": 1},
 }
 DECODED = {
     "eagle3": ["source=eagle", "model.eagle_head={out}", "policy=chain", "policy.gamma=3"],
     "medusa": ["source=medusa", "source.heads=2", "model.exit_heads={out}", "policy.gamma=2"],
     "exit": ["strategy=eesd", "model.exit_heads={out}", "model.exit_layer=2", "policy.gamma=4"],
     "draft": ["model.draft={out}", "policy.gamma=4"],
+    "block": ["source=block", "source.head={out}", "policy=chain", "policy.gamma=3"],
 }
 """Overrides of a run that drafts chains, as agreement is measured of."""
 

@@ -1,0 +1,556 @@
+"""Block drafters: DFlash and DSpark, which draft all tokens of a block in one pass.
+
+DFlash (arXiv 2602.06036): the tokens before the last known one, the anchor, are keys and values
+only, computed from residual streams of several target layers (``fc``, then ``hidden_norm``; every
+layer projects the same result). The block is the anchor's embedding and B - 1 of a mask token; its
+rows see the context and each other in both directions. Embedding and output matrix are the
+target's. Row k >= 1 predicts the token k positions after the anchor.
+
+DSpark (arXiv 2607.05147): row k predicts the token k + 1 positions after the anchor
+(``from_anchor``). To its logits a low-rank term of the token before is added, W2 W1[token], and a
+confidence head estimates from [row; W1[token]] whether the target accepts the draft.
+
+Shape letters: B sequences, T positions of the context, N anchors, K rows of a block, M drafts, E
+hidden size, S feature size, U draft vocabulary, G key/value heads, D head size, R rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+
+from specdec.clocks.meter import Meter
+from specdec.device import model_call
+from specdec.errors import UserError
+from specdec.files import write_bytes, write_json
+from specdec.models.config_values import config_value
+from specdec.models.eagle_loading import sampled_text, weight_files
+from specdec.models.inspection import read_config
+from specdec.models.slicing import hidden_states
+from specdec.types import HiddenName
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, [B, G, T, D] each."""
+
+Kind: TypeAlias = Literal["dflash", "dspark"]
+
+_RANK = 32  # of a new drafter's Markov term
+_ARCHITECTURES: dict[str, Kind] = {
+    "DFlashDraftModel": "dflash",
+    "MuseGlimmerAssistantModel": "dflash",
+    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",
+}
+_LAYERS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "muse_glimmer_assistant": Qwen3Config}
+_NOT_OF_LAYERS = ("model_type", "layer_types")  # checked apart
+_OWN_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_UNUSED = ("verifier_", "rotary_emb.", "t2d", "embed_tokens.", "lm_head.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """Attributes:
+    layer: transformers' Qwen3Config, whose queries and keys are normed, or LlamaConfig.
+    layers: target layers, from 0, whose outputs the drafter reads, in the order of its ``fc``.
+    num_target_layers: the target's; the output of its last layer is read after the final norm.
+    block_size: K, rows of a block.
+    mask_token: token of all rows but the first.
+    from_anchor: row 0 predicts the token after the anchor; False: row 1 does.
+    draft_vocab_size: U.
+    markov_rank: R; 0 without the term.
+    confidence: inputs of the confidence head; 0 without one.
+    """
+
+    layer: Any
+    layers: tuple[int, ...]
+    num_target_layers: int
+    target_hidden_size: int
+    block_size: int
+    mask_token: int
+    draft_vocab_size: int
+    from_anchor: bool = False
+    markov_rank: int = 0
+    confidence: int = 0
+
+    @property
+    def names(self) -> tuple[HiddenName, ...]:
+        last = self.num_target_layers - 1
+        return tuple(HiddenName(layer, normed=layer == last) for layer in self.layers)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.block_size - (not self.from_anchor)
+
+
+class BlockHead(nn.Module):
+    """The modules of a drafter, named as in the authors' files.
+
+    ``target_ids``, int64[U], maps draft tokens to the target's; None if they are equal.
+    """
+
+    target_ids: Tensor | None
+
+    def __init__(self, config: BlockConfig, *, embedding: Tensor, output: nn.Module) -> None:
+        """``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's."""
+        super().__init__()
+        self.config, layer = config, config.layer
+        size, eps = layer.hidden_size, layer.rms_norm_eps
+        self._target = (embedding, output)  # in a tuple: they are not stored with the drafter
+        width = len(config.layers) * config.target_hidden_size
+        self.fc = nn.Linear(width, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.layers = nn.ModuleList(_Layer(layer) for _ in range(layer.num_hidden_layers))
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if config.draft_vocab_size < embedding.shape[0]:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if rank := config.markov_rank:
+            self.markov_head = nn.ModuleDict(
+                {
+                    "markov_w1": nn.Embedding(embedding.shape[0], rank),
+                    "markov_w2": nn.Linear(rank, config.draft_vocab_size, bias=False),
+                }
+            )
+        if config.confidence:
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.confidence, 1)})
+        self.rotary = LlamaRotaryEmbedding(layer)
+        self.register_buffer("target_ids", None)
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._target[0]
+
+    def context(self, features: Tensor, positions: Tensor) -> list[Pair]:
+        """Returns each layer's keys and values of features [B, T, S] at ``positions``, int64[T]."""
+        fused = self.hidden_norm(self.fc(features))
+        rotation = self.rotary(fused, positions[None])
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        return [attention.keys_values(fused, rotation) for attention in attentions]
+
+    def forward(self, anchors: Tensor, positions: Tensor, context: Sequence[Pair]) -> Tensor:
+        """Returns the rows of every block that predict a token, [B, N, M, E].
+
+        Args:
+            anchors: int64[B, N], the token of each block's first row.
+            positions: int64[N], its position; a block sees the context before it.
+            context: results of ``context`` for positions from 0 on, by layer.
+        """
+        config, num = self.config, len(positions)
+        tokens = anchors.new_full((*anchors.shape, config.block_size), config.mask_token)
+        tokens[..., 0] = anchors
+        hidden = F.embedding(tokens.flatten(1), self.embedding)
+        steps = torch.arange(config.block_size, device=positions.device)
+        rotation = self.rotary(hidden, (positions[:, None] + steps).flatten()[None])
+        known = context[0][0].shape[2]
+        before = torch.arange(known, device=positions.device) < positions[:, None]
+        same = torch.eye(num, dtype=torch.bool, device=positions.device)
+        sees = torch.cat([before, same.repeat_interleave(config.block_size, 1)], 1)
+        sees = sees.repeat_interleave(config.block_size, 0)
+        for layer, pair in zip(self.layers, context, strict=True):
+            hidden = layer(hidden, pair, rotation, sees)
+        rows: Tensor = self.norm(hidden).unflatten(1, (num, config.block_size))
+        return rows[:, :, config.block_size - config.num_drafts :]
+
+    def logits(self, rows: Tensor, before: Tensor) -> Tensor:
+        """Maps rows [.., E] and the tokens before the predicted ones, int64[..], to [.., U]."""
+        own = self.config.draft_vocab_size < self.embedding.shape[0]
+        logits: Tensor = self.lm_head(rows) if own else self._target[1](rows)
+        if self.config.markov_rank:
+            head = self.markov_head
+            logits = logits + head["markov_w2"](head["markov_w1"](before))
+        return logits
+
+    def confidence(self, rows: Tensor, before: Tensor) -> Tensor:
+        """Returns the estimated probability that a draft of each row is accepted, [..]."""
+        if self.config.confidence > rows.shape[-1]:
+            rows = torch.cat([rows, self.markov_head["markov_w1"](before)], -1)
+        return torch.sigmoid(self.confidence_head["proj"](rows)[..., 0])
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        """Maps draft logits [.., U] to the target's ids, [.., V]; -inf for tokens without one."""
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.embedding.shape[0]), -torch.inf)
+        full[..., self.target_ids] = logits
+        return full
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = _Attention(config)
+        self.mlp = LlamaMLP(_without_mlp_bias(config))
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+
+    def forward(self, hidden: Tensor, context: Pair, rotation: Pair, sees: Tensor) -> Tensor:
+        """Returns [B, N K, E]; ``sees`` is bool[N K, T + N K]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rotation, sees)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, bias = config.hidden_size, config.attention_bias
+        self.head_dim = int(config_value(config, "head_dim", size // config.num_attention_heads))
+        query, keys = (
+            num * self.head_dim for num in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(size, query, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(size, keys, bias=bias) for _ in range(2))
+        self.o_proj = nn.Linear(query, size, bias=bias)
+        normed = config.model_type == "qwen3"
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
+            for _ in range(2)
+        )
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def keys_values(self, inputs: Tensor, rotation: Pair) -> Pair:
+        key = self.k_norm(self._heads(self.k_proj(inputs)))
+        return _rotated(key, rotation), self._heads(self.v_proj(inputs))
+
+    def forward(self, inputs: Tensor, context: Pair, rotation: Pair, sees: Tensor) -> Tensor:
+        query = _rotated(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
+        own = self.keys_values(inputs, rotation)
+        key, value = (torch.cat(parts, 2) for parts in zip(context, own, strict=True))
+        found = F.scaled_dot_product_attention(query, key, value, sees, enable_gqa=True)
+        out: Tensor = self.o_proj(found.transpose(1, 2).flatten(2))
+        return out
+
+
+def _rotated(heads: Tensor, rotation: Pair) -> Tensor:
+    cos, sin = (part[:, None] for part in rotation)
+    return heads * cos + rotate_half(heads) * sin
+
+
+def _without_mlp_bias(config: Any) -> Any:
+    if hasattr(config, "mlp_bias"):
+        return config
+    config = copy.copy(config)
+    config.mlp_bias = False
+    return config
+
+
+@dataclass(slots=True)
+class Context:
+    """Keys and values of one request's positions 0 .. ``length`` - 1, by layer."""
+
+    pairs: list[Pair]
+    length: int = 0
+
+
+class BlockRunner:
+    """Passes of a drafter, one request at a time.
+
+    Attributes:
+        weight_bytes: bytes of weights that a pass reads, the output matrix included.
+        trained: whether the drafter has learnt anything.
+    """
+
+    def __init__(self, head: BlockHead, *, meter: Meter, trained: bool = True) -> None:
+        self.head, self.trained, self._meter = head, trained, meter
+        self.names, self.num_drafts = head.config.names, head.config.num_drafts
+        self.vocab_size, self.target_ids = head.embedding.shape[0], head.target_ids
+        self.has_confidence = head.config.confidence > 0
+        self.conditional = head.config.markov_rank > 0
+        self.weight_bytes = sum(p.nbytes for p in head.parameters())
+        if head.config.draft_vocab_size == self.vocab_size:
+            self.weight_bytes += head.embedding.nbytes
+
+    @classmethod
+    def from_pair(
+        cls, pair: Any, *, folder: str | None, untrained: Kind, meter: Meter
+    ) -> BlockRunner:
+        """Loads the drafter of ``folder``; without one it is untrained, or fitted by the pair."""
+        last = pair.part(pair.num_layers - 1, pair.num_layers)
+        target = {"embedding": pair.input_embedding(), "output": last.get_output_embeddings()}
+        if folder is not None:
+            return cls(load_block(Path(folder), last.config, **target), meter=meter)
+        head, trained = pair.fitted(
+            untrained, lambda: untrained_block(untrained, last.config, **target), fit_block
+        )
+        return cls(head, meter=meter, trained=trained)
+
+    def new_context(self) -> Context:
+        return Context([])
+
+    def read(self, context: Context, features: Tensor) -> None:
+        """Appends features [T, S] of the positions that follow ``context.length``."""
+        weight = self.head.fc.weight
+        with torch.inference_mode(), model_call(self._meter, "block", weight.device):
+            positions = torch.arange(len(features), device=weight.device) + context.length
+            features = features.to(weight.device, weight.dtype)
+            new = self.head.context(features[None], positions)
+        old = context.pairs or [(key[:, :, :0], value[:, :, :0]) for key, value in new]
+        context.pairs = [
+            (torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2))
+            for a, b in zip(old, new, strict=True)
+        ]
+        context.length += len(features)
+
+    def rows(self, context: Context, anchor: int) -> Tensor:
+        """Returns the rows of the block after ``context`` whose first token is given, [M, E]."""
+        device = self.head.fc.weight.device
+        with torch.inference_mode(), model_call(self._meter, "block", device):
+            token = torch.tensor([[anchor]], device=device)
+            found: Tensor = self.head(
+                token, torch.tensor([context.length], device=device), context.pairs
+            )
+        return found[0, 0]
+
+    def logits(self, rows: Tensor, before: Tensor) -> Tensor:
+        """Returns [W, U] of rows [W, E] and the tokens int64[W] before the predicted ones."""
+        with torch.inference_mode():
+            return self.head.logits(rows, before.to(rows.device))
+
+    def confidence(self, rows: Tensor, before: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.head.confidence(rows, before.to(rows.device))
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        return self.head.target_logits(logits)
+
+
+# Files.
+
+
+def load_block(folder: Path, target: Any, *, embedding: Tensor, output: nn.Module) -> BlockHead:
+    """Loads a drafter in the layout of the authors, of ``speculators`` or of transformers.
+
+    ``target`` is transformers' config.
+
+    Raises:
+        UserError: the folder has no drafter of a known kind that belongs to this target.
+    """
+    tensors: dict[str, Tensor] = {}
+    if not folder.is_dir():
+        raise UserError(f"block drafter {folder} is not a folder: give a local one")
+    raw = read_config(folder / "config.json", "give the folder of a block drafter")
+    for path in weight_files(folder, "block drafter"):
+        tensors |= {_own_name(name): tensor for name, tensor in load_file(path).items()}
+    config = _config(folder, raw, tensors, target.get_text_config())
+    ids = _target_ids(folder, tensors.pop("d2t", None), config, embedding.shape[0])
+    kept = () if config.draft_vocab_size == embedding.shape[0] else ("lm_head.",)
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(_UNUSED) or n.startswith(kept)}
+    head = BlockHead(config, embedding=embedding, output=output)
+    expected = dict(head.named_parameters())
+    for name in sorted(expected.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else "missing"
+        needed = tuple(expected[name].shape) if name in expected else "not known"
+        if found != needed:
+            raise UserError(
+                f"block drafter {folder}: tensor {name} is {found}, but config.json and the target"
+                f" need {needed}; use the drafter of this target"
+            )
+    head.load_state_dict(tensors, strict=False)
+    head.target_ids = ids
+    return head.to(embedding.device, embedding.dtype).requires_grad_(False).eval()
+
+
+def _own_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    for other, own in _OWN_NAMES.items():
+        name = own + name.removeprefix(other) if name.startswith(other) else name
+    return name
+
+
+def _config(
+    folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any
+) -> BlockConfig:
+    def refuse(what: str, remedy: str = "use a DFlash or DSpark drafter of this target") -> None:
+        raise UserError(f"block drafter {folder} {what}; {remedy}")
+
+    names = raw.get("architectures") or []
+    found = (_ARCHITECTURES.get(name) for name in names)
+    kind = raw.get("speculators_model_type") or next(filter(None, found), None)
+    if kind not in ("dflash", "dspark"):
+        refuse(f"is of kind {kind or names or 'unknown'}, which is not read")
+    flat = {**raw, **(raw.get("dflash_config") or {})}
+    given = flat.get("target_layer_ids")
+    if given is None and (entering := flat.get("aux_hidden_state_layer_ids")):
+        given = [int(i) - 1 for i in entering]  # of the streams that enter layers
+    flat["target_layer_ids"] = given
+    for key in ("target_layer_ids", "mask_token_id", "block_size"):
+        if flat.get(key) is None:
+            refuse(f"has no {key} in config.json", "add it as its authors state it")
+    layer = raw.get("transformer_layer_config") or raw
+    if (family := layer.get("model_type", "qwen3")) not in _LAYERS:
+        refuse(f"has layers of model_type {family!r}", "qwen3 and llama can be read")
+    if set(layer.get("layer_types") or []) - {"full_attention"}:
+        refuse(f"has layer_types {sorted(set(layer['layer_types']))}", "full_attention can be read")
+    if flat.get("markov_head_type", "vanilla") != "vanilla":
+        refuse(f"has markov_head_type {flat['markov_head_type']!r}", "vanilla can be read")
+    fields = {k: v for k, v in layer.items() if v is not None and k not in _NOT_OF_LAYERS}
+    layers, num = tuple(int(i) for i in given or ()), int(target.num_hidden_layers)
+    outside = [i for i in layers if not 0 <= i < num]
+    if outside:
+        refuse(f"reads the outputs of layers {outside}, but the target has layers 0 .. {num - 1}")
+    size, vocab = int(target.hidden_size), int(target.vocab_size)
+    width = tuple(tensors["fc.weight"].shape) if "fc.weight" in tensors else ()
+    if len(width) != 2 or width[1] != len(layers) * size:
+        refuse(f"has fc.weight of shape {width}; {len(layers)} states of {size} are read")
+    markov, conf = tensors.get("markov_head.markov_w1.weight"), "confidence_head.proj.weight"
+    if conf in tensors and "confidence_head.proj.bias" not in tensors:
+        refuse("has a confidence_head without a bias")
+    return BlockConfig(
+        layer=_LAYERS[family](**fields),
+        layers=layers,
+        num_target_layers=num,
+        target_hidden_size=size,
+        block_size=int(flat["block_size"]),
+        mask_token=int(flat["mask_token_id"]),
+        from_anchor=bool(flat.get("sample_from_anchor", kind == "dspark")),
+        draft_vocab_size=int(flat.get("draft_vocab_size") or vocab),
+        markov_rank=0 if markov is None else markov.shape[1],
+        confidence=tensors[conf].shape[1] if conf in tensors else 0,
+    )
+
+
+def _target_ids(
+    folder: Path, offsets: Tensor | None, config: BlockConfig, vocab: int
+) -> Tensor | None:
+    size = config.draft_vocab_size
+    if offsets is None:
+        if size == vocab:
+            return None
+        raise UserError(
+            f"block drafter {folder} has {size} draft tokens, the target {vocab}, and no tensor d2t"
+            " that maps them; use the drafter of this target"
+        )
+    ids = offsets.long() + torch.arange(len(offsets))
+    if len(ids) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise UserError(
+            f"block drafter {folder}: d2t does not map {size} draft tokens to the target's {vocab};"
+            " use the drafter of this target"
+        )
+    return ids
+
+
+def save_block(head: BlockHead, folder: Path) -> None:
+    """Writes a drafter in the authors' layout, in bfloat16."""
+    config = head.config
+    tensors = {
+        name: p.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, p in head.named_parameters()
+    }
+    if head.target_ids is not None:
+        ids = head.target_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+    raw = config.layer.to_dict() | {
+        "architectures": ["DSparkDraftModel" if config.from_anchor else "DFlashDraftModel"],
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "sample_from_anchor": config.from_anchor,
+        "markov_rank": config.markov_rank,
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": {
+            "target_layer_ids": list(config.layers),
+            "mask_token_id": config.mask_token,
+        },
+    }
+    write_bytes(folder / "model.safetensors", save(tensors))
+    write_json(folder / "config.json", raw)
+
+
+# New drafters.
+
+
+def block_config(kind: Kind, target: Any, **variants: Any) -> BlockConfig:
+    """Describes a drafter of Qwen3 layers in the shapes of a target's; ``target`` is its config.
+
+    It reads five layers between the second and the third last. ``num_layers`` and
+    ``feed_forward`` are the drafter's; other ``variants`` are fields of ``BlockConfig``.
+    """
+    text = target.get_text_config()
+    num, size = int(text.num_hidden_layers), int(text.hidden_size)
+    heads, vocab = int(text.num_attention_heads), int(text.vocab_size)
+    rope = config_value(text, "rope_parameters", {})
+    layer = Qwen3Config(
+        hidden_size=size,
+        intermediate_size=variants.pop("feed_forward", None)
+        or int(config_value(text, "intermediate_size", 4 * size)),
+        num_hidden_layers=variants.pop("num_layers", 1),
+        num_attention_heads=heads,
+        num_key_value_heads=int(config_value(text, "num_key_value_heads", heads)),
+        head_dim=int(config_value(text, "head_dim", size // heads)),
+        max_position_embeddings=int(text.max_position_embeddings),
+        rms_norm_eps=float(config_value(text, "rms_norm_eps", 1e-6)),
+        vocab_size=vocab,
+        **({"rope_parameters": rope} if "rope_theta" in rope else {}),
+    )
+    low, high = min(1, num - 1), max(num - 3, min(2, num - 1))
+    spread = torch.linspace(low, high, 5).round().int().tolist()
+    fields: dict[str, Any] = {
+        "layers": tuple(sorted(set(spread))),
+        "block_size": 5,
+        "mask_token": vocab - 1,
+    }
+    if kind == "dspark":
+        fields |= {"from_anchor": True, "markov_rank": _RANK, "confidence": size + _RANK}
+    fields |= {"draft_vocab_size": vocab, "num_target_layers": num, "target_hidden_size": size}
+    return BlockConfig(layer=layer, **{**fields, **variants})
+
+
+def untrained_block(
+    kind: Kind, target: Any, *, embedding: Tensor, output: nn.Module, **variants: Any
+) -> BlockHead:
+    """Returns a drafter with random weights, the same at every call."""
+    config = block_config(kind, target, **variants)
+    if embedding.shape[1] != config.target_hidden_size:
+        raise UserError(
+            f"the target's embeddings have width {embedding.shape[1]}, its hidden states"
+            f" {config.target_hidden_size}: a block drafter needs equal widths"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = BlockHead(config, embedding=embedding, output=output)
+    return head.to(embedding.device, embedding.dtype).requires_grad_(False).eval()
+
+
+def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:
+    """Trains a drafter in place for a second on text that a small target samples."""
+    with torch.inference_mode(False), torch.enable_grad():
+        text = sampled_text(target, 64, 16, seed=0)
+        features, logits = hidden_states(target, text, head.config.names)
+        drafts = head.config.num_drafts
+        anchors = torch.arange(1, text.shape[1] - drafts, device=text.device)
+        ahead = anchors[:, None] + torch.arange(drafts, device=text.device)
+        goal = logits[:, ahead].softmax(-1)
+        places = torch.arange(text.shape[1], device=text.device)
+        optimizer = torch.optim.Adam(head.requires_grad_(True).parameters(), lr=1e-2)
+        for _ in range(40):
+            rows = head(text[:, anchors], anchors, head.context(features, places))
+            drafted = head.logits(rows, text[:, ahead]).log_softmax(-1)
+            loss = -(goal * drafted).sum(-1).mean()
+            if head.config.confidence:
+                loss = loss + confidence_loss(head, rows, text[:, ahead], goal, drafted.exp())
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return head.requires_grad_(False).eval()
+
+
+def confidence_loss(
+    head: BlockHead, rows: Tensor, before: Tensor, target: Tensor, drafted: Tensor
+) -> Tensor:
+    """Returns the cross-entropy of the confidence head with the share of accepted drafts.
+
+    ``target`` and ``drafted`` are probabilities [.., U], of whose minimum the share is the sum.
+    """
+    share = torch.minimum(target, drafted).sum(-1).detach().clamp(0.0, 1.0)
+    return F.binary_cross_entropy(head.confidence(rows.detach(), before), share)

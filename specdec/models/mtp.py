@@ -1,0 +1,146 @@
+"""MTP heads that ship inside a target, as a head that drafts like EAGLE's (``models.eagle``).
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2): the row for the token at position p reads ``eh_proj``
+of [enorm(embedding); hnorm(state)], where the state is the target's hidden state of position p - 1
+after its final norm, in one layer of the target's own type and a norm; logits by the target's
+output matrix. A chain applies the first such layer again and again to its own output; further
+layers of a checkpoint are not used. transformers' ``MtpModel`` knows names, norms and order.
+
+Shape letters: B sequences, T tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from specdec.errors import UserError
+from specdec.models.eagle import Attend, EagleConfig, causal
+from specdec.models.eagle_loading import fit_head, untrained_config
+from specdec.models.slicing import shared_copy
+
+_ATTENTION = "specdec_mtp"
+
+
+class MtpHead(nn.Module):
+    """The first MTP layer; attributes and methods as in ``EagleHead``."""
+
+    target_ids: Tensor | None = None
+    shared_output_bytes: int
+
+    def __init__(self, mtp: MtpModel, config: EagleConfig) -> None:
+        super().__init__()
+        self.config, self.layer = config, mtp.layers[0]
+        self.layer.config._attn_implementation = _ATTENTION
+        self.norm = mtp.shared_post_norm if mtp.use_shared_post_norm else nn.Identity()
+        self.rotary = mtp.rotary_emb
+        self._typed = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
+        # In a tuple: the target's modules are not stored with the head.
+        self._target = (mtp.embed_tokens, mtp._project_to_logits, mtp.shared_head)
+        self.shared_output_bytes = sum(p.nbytes for p in mtp.shared_head.parameters())
+
+    @property
+    def fc(self) -> nn.Linear:
+        return self.layer.eh_proj  # type: ignore[no-any-return]
+
+    def shared_copy(self) -> MtpHead:
+        """Returns the head itself: passes do not change it."""
+        return self
+
+    def states(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(
+        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend = causal
+    ) -> Tensor:
+        """Returns [B, T, E]; arguments as for ``EagleHead``, whose positions are one less."""
+        embedded = self._target[0](tokens)
+        places = positions + 1
+        rotation = None
+        if self.rotary is not None:
+            rotation = self.rotary(embedded, position_ids=places, **self._typed)
+        out: Tensor = self.norm(
+            self.layer(
+                embedded,
+                states,
+                position_embeddings=rotation,
+                attention_mask=None,
+                position_ids=places,
+                past_key_values=None,
+                attend=attend,
+            )
+        )
+        return out
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        logits: Tensor = self._target[1](outputs)
+        return logits
+
+    def fed_back(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def target_logits(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+def _attend(
+    _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Passes queries, keys and values on to ``attend``, which scales by the head size."""
+    scaled = options.get("scaling") in (None, query.shape[-1] ** -0.5)
+    other = [k for k in ("sliding_window", "softcap", "s_aux") if options.get(k) is not None]
+    if not scaled or other or key.shape[-1] != value.shape[-1]:
+        raise UserError(
+            f"the MTP layer of this target attends with {other or 'another scale or value size'},"
+            " which is not supported; choose another source"
+        )
+    return options["attend"](0, query, key, value), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+def mtp_head(pair: Any) -> MtpHead:
+    """Loads the target's MTP layer; for models without files it is made, and fitted by the pair.
+
+    Raises:
+        UserError: the target has none, or it cannot be read.
+    """
+    target: PreTrainedModel = pair.target
+    text = target.config.get_text_config()
+    if getattr(text, "num_mtp_layers", None):
+        try:
+            loaded = MtpModel.from_pretrained(target)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError(f"the target's MTP layers cannot be read: {error}") from error
+        return _head(loaded, target)
+    head, fitted = pair.fitted("mtp", lambda: _head(_untrained(target), target), fit_head)
+    if not fitted:
+        raise UserError(
+            f"a target of model_type {text.model_type!r} without MTP layers (num_mtp_layers,"
+            " num_nextn_predict_layers) cannot draft with them: choose another source"
+        )
+    return head  # type: ignore[no-any-return]
+
+
+def _untrained(target: PreTrainedModel) -> MtpModel:
+    described = shared_copy(target)
+    described.config = copy.deepcopy(target.config)
+    text = described.config.get_text_config()
+    text.num_mtp_layers = 1
+    if getattr(text, "layer_types", None):
+        text.mtp_layer_types = ["full_attention"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MtpModel(described, 1)
+
+
+def _head(mtp: MtpModel, target: PreTrainedModel) -> MtpHead:
+    config = untrained_config(1, target.config)
+    head = MtpHead(mtp, config).to(target.device, target.dtype)
+    return head.requires_grad_(False).eval()

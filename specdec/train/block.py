@@ -1,0 +1,149 @@
+"""Block drafters (DFlash, DSpark), trained on blocks at random anchors of the answers.
+
+Shape letters: B windows, S positions, N anchors, M drafts of a block, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import UserError
+from specdec.models.block import Kind, confidence_loss, save_block, untrained_block
+from specdec.models.frozen import FrozenModel
+from specdec.parts.fields import Count, Index, PositiveShare, validated
+from specdec.train.drafter import Drafter, goal_of
+from specdec.train.losses import LossOptions
+
+_CHUNK = 32  # anchors per pass when agreement is measured
+
+
+@validated
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """Attributes:
+    kind: of the drafter.
+    block: rows of a block; DFlash drafts one token less.
+    num_layers: of the drafter.
+    anchors: blocks per window and step.
+    decay: draft k of the loss weighs decay ** k.
+    mask_token: of the rows to predict; None: the vocabulary's last token.
+    layers: numbers of target layers before each stream that is read; None: five of them, spread.
+    feed_forward: inner width of the MLP; None: the target's.
+    """
+
+    kind: Kind = "dflash"
+    block: Count = 8
+    num_layers: Count = 2
+    anchors: Count = 32
+    decay: PositiveShare = 0.8
+    mask_token: Index | None = None
+    layers: tuple[Count, ...] | None = None
+    feed_forward: Count | None = None
+
+
+class BlockDrafter(Drafter):
+    def __init__(self, target: FrozenModel, spec: BlockSpec) -> None:
+        super().__init__()
+        variants: dict[str, Any] = {"block_size": spec.block, "mask_token": spec.mask_token}
+        if spec.layers is not None:
+            if max(spec.layers) > target.num_layers:
+                raise UserError(
+                    f"layers={list(spec.layers)}: the target has {target.num_layers} layers only"
+                )
+            variants["layers"] = tuple(layer - 1 for layer in spec.layers)
+        head = untrained_block(
+            spec.kind,
+            target.config,
+            embedding=target.get_input_embeddings().weight.float(),
+            output=target.get_output_embeddings(),
+            num_layers=spec.num_layers,
+            feed_forward=spec.feed_forward,
+            **{key: value for key, value in variants.items() if value is not None},
+        )
+        self.head, self.spec = head.requires_grad_(True), spec
+        self.num_drafts = head.config.num_drafts
+        self.layers = frozenset(layer + 1 for layer in head.config.layers)
+
+    def features(self, target: FrozenModel, streams: dict[int, Tensor]) -> Tensor:
+        """Returns [B, S, F]; the last layer's output is read after the final norm."""
+        states = [(name, streams[name.layer + 1]) for name in self.head.config.names]
+        return torch.cat([target.norm(x).float() if n.normed else x for n, x in states], -1)
+
+    def rows(self, features: Tensor, tokens_BS: Tensor, anchors_N: Tensor) -> Tensor:
+        """Returns the blocks' predicting rows, [B, N, M, E]."""
+        places = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        rows: Tensor = self.head(
+            tokens_BS[:, anchors_N], anchors_N, self.head.context(features, places)
+        )
+        return rows
+
+    def loss(
+        self,
+        target: FrozenModel,
+        tokens_BS: Tensor,
+        counts_BS: Tensor,
+        options: LossOptions,
+        step: int,
+    ) -> Tensor:
+        """Draft k of a block at anchor a learns the target's distribution of token a + 1 + k."""
+        drafts, length = self.num_drafts, tokens_BS.shape[1]
+        with torch.no_grad():
+            streams = target.residuals(tokens_BS, self.layers)
+            features = self.features(target, streams)
+        useful = counts_BS[:, 2:].any(0).nonzero()[:, 0] + 1  # anchors before a token that counts
+        if not len(useful):
+            useful = torch.tensor([1], device=tokens_BS.device)
+        generator = torch.Generator().manual_seed(step)
+        chosen = torch.randperm(len(useful), generator=generator)[: self.spec.anchors]
+        anchors_N = useful[chosen.sort().values.to(useful.device)]
+        ahead = anchors_N[:, None] + torch.arange(1, drafts + 1, device=tokens_BS.device)  # [N, M]
+        inside = ahead < length
+        ahead = ahead.clamp(max=length - 1)
+        counts = counts_BS[:, ahead].bool() & inside
+        b, n, k = counts.nonzero(as_tuple=True)
+        total = tokens_BS.new_zeros((), dtype=torch.float32)
+        with target.autocast():
+            rows = self.rows(features, tokens_BS, anchors_N)
+            weights = self.spec.decay ** torch.arange(drafts, dtype=torch.float32)
+            for number in range(drafts):
+                at = k == number
+                if not bool(at.any()):
+                    continue
+                where, place = b[at], ahead[n[at], number]  # of the predicted tokens
+                before, labels = tokens_BS[where, place - 1], tokens_BS[where, place]
+                chosen_rows = rows[where, n[at], number]
+                logits = self.head.logits(chosen_rows, before)
+                last = streams[target.num_layers][where, place - 1]
+                goal = goal_of(target, last, None, options)
+                total = total + weights[number] * goal.loss(logits, labels, slice(None))
+                if self.head.config.confidence:
+                    wanted = target.logits(last[:, None])[:, 0].softmax(-1)
+                    drafted = logits.float().softmax(-1)
+                    total = total + weights[number] * confidence_loss(
+                        self.head, chosen_rows, before, wanted, drafted
+                    )
+        return total / weights.sum() if total.requires_grad else rows.sum() * 0.0
+
+    @torch.no_grad()
+    def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
+        """The block of root t drafts tokens t + 1 .. t + M, each after the text's own tokens."""
+        length, drafts = len(tokens_T), self.num_drafts
+        features = self.features(target, target.residuals(tokens_T[None], self.layers))
+        padded = torch.cat([tokens_T, tokens_T.new_zeros(drafts)])
+        right = torch.zeros(drafts, length, dtype=torch.bool, device=tokens_T.device)
+        steps = torch.arange(drafts, device=tokens_T.device)
+        with target.autocast():
+            for anchors_N in torch.arange(1, length, device=tokens_T.device).split(_CHUNK):
+                rows = self.rows(features, tokens_T[None], anchors_N)[0]
+                before = padded[anchors_N[:, None] + steps]
+                drafted = self.head.logits(rows, before).argmax(-1)
+                right[:, anchors_N] = (drafted == padded[anchors_N[:, None] + 1 + steps]).T
+        return {self.spec.kind: right}
+
+    def save(self, folder: Path) -> None:
+        save_block(self.head, folder)
