@@ -74,7 +74,8 @@ class EagleRunner:
         )
         self.max_positions = config.max_positions
         self.own_bytes = sum(p.nbytes for p in head.parameters())
-        embedding = head.embed_tokens.weight.nbytes if config.own_embedding else 0
+        own: Any = head.embed_tokens if config.own_embedding else None
+        embedding = 0 if own is None else own.weight.nbytes
         self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
         self._onnx: Any = None
         if backend == "onnx":

@@ -13,6 +13,8 @@ from inspect import isabstract
 from pkgutil import resolve_name
 from typing import Any, get_args
 
+from hydra.utils import instantiate
+
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
@@ -115,7 +117,10 @@ def build_part(
         if name in runtime and name not in node:
             nested[name] = runtime[name]()
     try:
-        return cls(**values, **nested)
+        # Partial, because OmegaConf would copy those objects that are dataclasses.
+        return instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")(
+            **nested
+        )
     except UserError:
         raise
     except (TypeError, ValueError) as error:
