@@ -24,12 +24,12 @@ _PRESETS: Mapping[str, tuple[str, ...]] = {
     COLORS[0]: ("specpipe", "eagle", "ppsd", "hf_prompt_lookup", "translated"),
     COLORS[1]: ("specinfer", "pearl", "medusa", "eesd", "openvino_draft"),
     COLORS[2]: ("speculative", "eagle2", "specpipe_db", "ort_lookup", "openvino_lookup"),
-    COLORS[3]: ("best_first", "specpipe_bf", "ssd", "ppsd_tree"),
+    COLORS[3]: ("best_first", "specpipe_bf", "ssd", "ppsd_tree", "dspark"),
     COLORS[4]: ("pipedec", "hf_assisted", "flowspec", "ddtree", "eesd_ts"),
     COLORS[5]: ("staged", "pipeinfer", "swiftspec_base", "ppsd_multi"),
-    COLORS[6]: ("prompt_lookup", "amusd", "fixed_width", "ort_draft"),
+    COLORS[6]: ("prompt_lookup", "amusd", "fixed_width", "ort_draft", "dflash"),
     COLORS[7]: ("swiftspec", "mixture", "specpipe_db_adaptive", "eesd_multi"),
-    COLORS[8]: ("suffix", "pipespec", "llamacpp_draft"),
+    COLORS[8]: ("suffix", "pipespec", "llamacpp_draft", "mtp"),
     COLORS[9]: ("eagle3", "dsi", "adaptive", "llamacpp_ngram"),
 }
 """Colour -> presets, in the order of their forms. Presets often compared differ in colour."""
