@@ -525,16 +525,16 @@ def untrained_block(
 def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:
     """Trains a drafter in place for a second on text that a small target samples."""
     with torch.inference_mode(False), torch.enable_grad():
-        text = sampled_text(target, 64, 16, seed=0)
+        text = sampled_text(target, 128, 16, seed=0)
         features, logits = hidden_states(target, text, head.config.names)
         drafts = head.config.num_drafts
-        anchors = torch.arange(1, text.shape[1] - drafts, device=text.device)
-        ahead = anchors[:, None] + torch.arange(drafts, device=text.device)
-        goal = logits[:, ahead].softmax(-1)
         places = torch.arange(text.shape[1], device=text.device)
-        optimizer = torch.optim.Adam(head.requires_grad_(True).parameters(), lr=1e-2)
-        for _ in range(40):
-            rows = head(text[:, anchors], anchors, head.context(features, places))
+        optimizer = torch.optim.Adam(head.requires_grad_(True).parameters(), lr=5e-3)
+        for step in range(120):
+            anchor = places[1 + step % (text.shape[1] - drafts - 1)][None]
+            ahead = anchor[:, None] + places[:drafts]
+            goal = logits[:, ahead].softmax(-1)
+            rows = head(text[:, anchor], anchor, head.context(features, places))
             drafted = head.logits(rows, text[:, ahead]).log_softmax(-1)
             loss = -(goal * drafted).sum(-1).mean()
             if head.config.confidence:
