@@ -60,7 +60,7 @@ def markdown(item: Item, findings: Findings, provenance: Mapping[str, Any]) -> s
 
 
 def summary_rows(item: Item, findings: Findings) -> tuple[list[tuple[str, ...]], str]:
-    """One row of ``SUMMARY`` for each of the first claims, and what is said of the others."""
+    """Returns one row of ``SUMMARY`` per claim up to the limit, and a note on the other claims."""
     rows = []
     for claim in item.stated.claims.values():
         outcome, kind, shown = claim_verdict(claim, findings.measures)

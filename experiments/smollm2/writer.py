@@ -6,8 +6,8 @@
 ``turns`` are user messages, which the target writes after its template's empty user turn;
 ``answers`` are those to the prompts of ``experiments.smollm2.prompts`` of up to 320 tokens, in
 their order, alternately greedy and at temperature 0.6 (``answers.sampling_of``). A text that has
-ended leaves its slot of the batch to the next prompt. Texts in the file stay, so that a command
-that was stopped goes on.
+ended leaves its slot of the batch to the next prompt. The same command resumes
+after the texts that the file has.
 
 The passes are in bfloat16, three times as fast on a CPU that has its instructions, and the 40 most
 probable logits are computed again in float32 from the last hidden state. Texts therefore differ

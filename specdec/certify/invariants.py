@@ -33,7 +33,7 @@ _SMALL_CHUNK = 4
 
 @dataclass(slots=True)
 class Observation:
-    """What was found in the observed runs; ``error`` is the exception that ended them."""
+    """Results of the observed runs; ``error`` is the exception that ended them."""
 
     caches: list[str] = field(default_factory=list)  # problems of caches and hidden states
     trees: list[str] = field(default_factory=list)  # problems

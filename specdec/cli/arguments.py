@@ -85,7 +85,7 @@ def read_values(
     """Separates names, such as folders, from the keys of a command (the annotated arguments of
     ``schema``).
 
-    ``wanted`` is what the names are, for the error if there are not ``least`` to ``most`` of them.
+    ``wanted`` describes the names in the error for fewer than ``least`` or more than ``most``.
     Returns the names, and what ``schema`` makes of the values.
     """
     from specdec.config.hydra import read_keys  # `specdec list` does without Hydra

@@ -29,7 +29,7 @@ BASES = {  # group -> base class of what its ``_target_`` may name; None if it t
 GROUPS = tuple(BASES)
 """Groups whose options can be chosen on the command line; the tree has other folders, too."""
 
-_WRAPPED = 80  # least length of a comment's line that goes on in the next one
+_WRAPPED = 80  # a comment's line of this length or more continues on the next line
 
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 """Errors of reading a YAML; PyYAML raises ``AttributeError`` for a malformed date."""
@@ -79,7 +79,7 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
 
 
 def first_comment(path: Path) -> str:
-    """Returns the file's description: its first comment, with the lines that it is wrapped into.
+    """Returns the file's description: its first comment, which may take several lines.
 
     Hydra's package header is no description.
     """
