@@ -16,8 +16,8 @@ from specdec.errors import UserError
 from specdec.models.block import Kind, confidence_loss, save_block, untrained_block
 from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, Index, PositiveShare, validated
-from specdec.train.drafter import Drafter, goal_of
-from specdec.train.losses import LossOptions
+from specdec.train.drafter import Drafter
+from specdec.train.losses import Goal, LossOptions
 
 _CHUNK = 32  # anchors per pass when agreement is measured
 
@@ -119,10 +119,12 @@ class BlockDrafter(Drafter):
                 chosen_rows = rows[where, n[at], number]
                 logits = self.head.logits(chosen_rows, before)
                 last = streams[target.num_layers][where, place - 1]
-                goal = goal_of(target, last, None, options)
+                with torch.no_grad():
+                    wanted = target.logits(last[:, None])[:, 0]
+                goal = Goal(wanted, None, options)
                 total = total + weights[number] * goal.loss(logits, labels, slice(None))
                 if self.head.config.confidence:
-                    wanted = target.logits(last[:, None])[:, 0].softmax(-1)
+                    wanted = wanted.softmax(-1)
                     drafted = logits.float().softmax(-1)
                     total = total + weights[number] * confidence_loss(
                         self.head, chosen_rows, before, wanted, drafted
