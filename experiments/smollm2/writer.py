@@ -62,7 +62,6 @@ class Writer:
         self.keys = torch.zeros(shape, dtype=torch.bfloat16)
         self.values = torch.zeros(shape, dtype=torch.bfloat16)
         self.generator = torch.Generator().manual_seed(seed)
-        self.table = self.table.float()
 
     @torch.no_grad()
     def last_hidden(self, tokens_BS: Tensor, rows_B: Tensor, starts_B: Tensor) -> Tensor:
