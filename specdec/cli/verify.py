@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
-from specdec.config.job import check_stages, run_job_of
+from specdec.config.hydra import key_of, parse
+from specdec.config.job import Job, check_stages, run_job_of
 from specdec.errors import UserError
+from specdec.files import parse_json
 
 HELP = """\
 specdec verify [--cfg] [--fail-fast] [--config-dir DIR] [depth=standard|full] [group=option]
@@ -32,6 +36,9 @@ verify.json.
   configured_law       configured models, sampled: the law of the output is the target's
   exact_dtype          with model.exact=true: long outputs in that dtype have no difference
 
+strategies=[NAME,...] certifies several presets one after another, each in a folder of its name
+below output_dir; the same command resumes after those that were lossless.
+
 --fail-fast ends with the first check that fails.
 
 depth=full decodes four times as many requests, longer outputs, a vocabulary of 40,040 tokens, and
@@ -43,6 +50,7 @@ Examples
   specdec verify strategy=best_first
   specdec verify strategy=speculative verifier=rejection sampling=t08
   specdec verify strategy=specpipe model.dtype=bfloat16 output_dir=outputs/certificate
+  specdec verify 'strategies=[ar,suffix,eagle3]' model=smollm2 output_dir=outputs/smollm2
 """
 FLAGS = ("--cfg", "--fail-fast")
 
@@ -50,22 +58,56 @@ FLAGS = ("--cfg", "--fail-fast")
 def main(arguments: Arguments) -> int:
     depths = [word for word in arguments.overrides if word.startswith("depth=")]
     depth = depths[-1].removeprefix("depth=") if depths else "standard"
-    others = tuple(word for word in arguments.overrides if word not in depths)
-    arguments = replace(arguments, overrides=others)
+    words = {str(o.input_line): o for o in parse(arguments.overrides) if o.key_or_group != "depth"}
+    lists = [word for word, o in words.items() if key_of(o) == "strategies"]
+    folders = [word for word, o in words.items() if key_of(o) == "output_dir"]
+    shared = tuple(word for word in words if word not in lists)
     if arguments.cfg:
+        arguments = replace(arguments, overrides=shared)
         return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
-    job = run_job_of(arguments.overrides, arguments.config_dirs)
+    if not lists:
+        job = run_job_of(shared, arguments.config_dirs)
+        jobs = {output_folder(job.output_dir, "verify", job.name): job}
+    else:
+        names: Any = words[lists[-1]].value()
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+            raise UserError(f"{lists[-1]} is no list of presets: write strategies=[ar,suffix]")
+        chosen = str(words[folders[-1]].value()) if folders else None
+        shared = tuple(word for word in shared if word not in folders)
+        root = output_folder(chosen, "verify")
+        jobs = {
+            root / name: run_job_of((f"strategy={name}", *shared), arguments.config_dirs)
+            for name in dict.fromkeys(names)
+        }
     # Imported here: torch and transformers take seconds to import.
-    from specdec.certify import CHECKS, DEPTHS, Report, print_report, refuse, write_report
-    from specdec.certify.certify import certify
+    from specdec.certify import DEPTHS, refuse
 
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
-    refuse(job.config)
-    layers = job.config["model"].get("num_layers")
-    if layers is not None:  # other models are checked with their files
-        check_stages(job.config, layers, f"model={job.config['choices']['model']}")
-    folder = output_folder(job.output_dir, "verify", job.name)
+    for job in jobs.values():
+        refuse(job.config)
+        layers = job.config["model"].get("num_layers")
+        if layers is not None:  # other models are checked with their files
+            check_stages(job.config, layers, f"model={job.config['choices']['model']}")
+    fail_fast = "--fail-fast" in arguments.flags
+    ends = [
+        _verify(job, folder, depth, fail_fast, keep=bool(lists)) for folder, job in jobs.items()
+    ]
+    if lists:
+        lossless = sum(verdict["lossless"] for verdict in ends)
+        for verdict in ends:
+            print(f"{verdict['verdict']} ({verdict['seconds']:.0f} s)")
+        print(f"{lossless} of {len(ends)} are lossless; results in {root}")
+    return 0 if all(verdict["lossless"] for verdict in ends) else 1
+
+
+def _verify(
+    job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool
+) -> Mapping[str, Any]:
+    """Certifies a configuration in its folder; ``keep`` leaves out one that was lossless before."""
+    from specdec.certify import CHECKS, Report, print_report, write_report
+    from specdec.certify.certify import certify
+    from specdec.certify.report import RESULT_FILE
 
     def verify(progress: Any) -> Report:
         progress.phase(f"{job.name}: checking", len(CHECKS))
@@ -73,13 +115,18 @@ def main(arguments: Arguments) -> int:
             job.config,
             depth=depth,
             on_check=lambda c: progress.advance(detail=c.name),
-            fail_fast="--fail-fast" in arguments.flags,
+            fail_fast=fail_fast,
         )
         write_report(folder, report, {"depth": depth})
         return report
 
-    report = run_in(folder, {"command": "verify", "depth": depth, **job.config}, "", verify)
-    assert report is not None, "verification is always repeated"
+    file = folder / RESULT_FILE
+    done: Any = parse_json(file.read_bytes()) if keep and file.is_file() else {}
+    complete = RESULT_FILE if done.get("lossless") else ""
+    config = {"command": "verify", "depth": depth, **job.config}
+    report = run_in(folder, config, complete, verify)
+    if report is None:
+        return done  # type: ignore[no-any-return]
     print_report(report, job.config["choices"])
     print(f"results in {folder}")
-    return 0 if report.lossless else 1
+    return report.as_dict()

