@@ -222,6 +222,10 @@ def checked_job(composed: Composed) -> Job:
             "data.turns=all asks a turn after the answer to the one before: use batch_size=1 and"
             " serving.arrivals=at_once, or data.turns=first"
         )
+    notices: tuple[str, ...] = ()
+    if (mixed := _mixture_with_head(config)) is not None:
+        config["source"] = mixed
+        notices = (f"model.draft is not set: strategy={name} drafts with model.eagle_head",)
     sources = [*_nodes(config.get("source"))]
     if any(node.get("model") == "middle" for node in sources):
         lacks = {"pretrained": "middle", "random": "middle_layers"}.get(model["kind"])
@@ -233,12 +237,28 @@ def checked_job(composed: Composed) -> Job:
             )
     if model["kind"] == "pretrained":
         check_data(Request.of(**config["data"]))
-        num_layers, notices = _check_models(name, config, sources)
+        num_layers, more = _check_models(name, config, sources)
     else:
-        num_layers, notices = model.get("num_layers", 1), _notices_without_text(config, sources)
+        num_layers, more = model.get("num_layers", 1), _notices_without_text(config, sources)
     config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
-    return Job(name, config, values["output_dir"], notices)
+    return Job(name, config, values["output_dir"], (*notices, *more))
+
+
+def _mixture_with_head(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns a mixture whose draft model is replaced by the EAGLE head of a target that has no
+    draft model; None where nothing has to be replaced.
+    """
+    source, model = config.get("source"), config["model"]
+    if not isinstance(source, dict) or not _class(source).endswith(".MixtureSource"):
+        return None
+    plain = {"_target_": "specdec.sources.DraftModelSource"}
+    if model["kind"] != "pretrained" or model["draft"] or not model["eagle_head"]:
+        return None
+    if plain not in source["sources"]:
+        return None
+    head = {"_target_": "specdec.sources.EagleSource"}
+    return {**source, "sources": [head if s == plain else s for s in source["sources"]]}
 
 
 def _check_own_decoding(name: str, config: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from flat import flat_text
 from specdec.config.hydra import compose_config
 from specdec.config.job import Job, compose_comparison, run_job_of
 from specdec.config.options import PARTS, flatten, options, own_values
+from specdec.errors import UserError
 
 PRESETS = sorted(options("strategy"))
 BASELINES = ("hf_", "ort_", "openvino_", "llamacpp_", "endpoint")
@@ -85,6 +86,18 @@ def test_a_replaced_part_is_wholly_replaced(preset: str) -> None:
         for group, option in chosen.items():
             assert job.config[group] == alone(group, option)
             assert job.config["choices"][group] == option
+
+
+def test_a_mixture_drafts_with_the_head_of_a_target_without_a_draft() -> None:
+    def members(*words: str) -> list[str]:
+        job = run_job_of(["strategy=adaptive", *words])
+        assert bool(job.notices) == bool(words)
+        return [str(s["_target_"]).rpartition(".")[2] for s in job.config["source"]["sources"]]
+
+    assert members() == ["SuffixSource", "DraftModelSource"]
+    assert members("model.draft=null") == ["SuffixSource", "EagleSource"]
+    with pytest.raises(UserError, match="model.draft is not set"):
+        members("model.draft=null", "model.eagle_head=null")
 
 
 def test_the_pinned_profile_gives_the_pinned_stage_times() -> None:
