@@ -31,7 +31,7 @@ ifndef DEMO_DIR
 DEMO_DIR := $(if $(findstring dirty,$(REVISION)),outputs/demo/$(shell date +%Y%m%d-%H%M%S),outputs/demo/$(REVISION))
 endif
 export DEMO_DIR
-DEMO_METHODS ?= ar,suffix,prompt_lookup,hf_generate,hf_prompt_lookup
+DEMO_METHODS ?= ar,suffix,prompt_lookup,eagle3,adaptive,hf_generate,hf_prompt_lookup
 DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_generate,hf_assisted
 
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)

@@ -8,7 +8,7 @@ Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,13 @@ class FrozenModel(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32
+        self,
+        model: PreTrainedModel,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        keep_bytes: float = 0.0,
     ) -> None:
+        """``keep_bytes`` is the memory for residual streams of texts that come again."""
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
@@ -35,7 +40,8 @@ class FrozenModel(nn.Module):
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.norm = final_norm(model)
-        self.compute_dtype = compute_dtype
+        self.compute_dtype, self._room = compute_dtype, keep_bytes
+        self._kept: dict[tuple[bytes, tuple[int, ...]], Tensor] = {}  # [K streams, S, E] of a text
         self._output = _Output(model)
         self._single: dict[int, _OneLayer] = {}  # layer number -> its model
 
@@ -57,8 +63,29 @@ class FrozenModel(nn.Module):
         """Returns residual streams, float32[B, S, E], after these numbers of layers and after all
         (before the norm).
         """
+        numbers = tuple(sorted({*after, self.num_layers}))
+        if not self._room and not self._kept:
+            return dict(zip(numbers, self._residuals(tokens_BS, numbers), strict=True))
+        keys = [(_text(row).numpy().tobytes(), numbers) for row in tokens_BS.cpu()]
+        new = [row for row, key in enumerate(keys) if key not in self._kept]
+        found = tokens_BS.new_zeros(
+            (len(numbers), *tokens_BS.shape, self.hidden_size), dtype=torch.float32
+        )
+        if new:
+            found[:, new] = torch.stack(self._residuals(tokens_BS[new], numbers))
+        for row, key in enumerate(keys):
+            length = len(key[0]) // 8
+            if row not in new:
+                found[:, row, :length] = self._kept[key].to(found)
+                continue
+            text = found[:, row, :length].to(self.compute_dtype).cpu()
+            if (size := text.numel() * text.element_size()) <= self._room:
+                self._kept[key] = text.clone()
+                self._room -= size
+        return dict(zip(numbers, found, strict=True))
+
+    def _residuals(self, tokens_BS: Tensor, numbers: Sequence[int]) -> list[Tensor]:
         streams: dict[int, Tensor] = {}
-        numbers = {*after, self.num_layers}
         hooks = [
             self.layers[number - 1].register_forward_hook(partial(_keep, streams, number))
             for number in numbers
@@ -70,7 +97,7 @@ class FrozenModel(nn.Module):
             for hook in hooks:
                 hook.remove()
         place = tokens_BS.device  # layers may be on several devices
-        return {number: streams[number].to(place).float() for number in sorted(numbers)}
+        return [streams[number].to(place).float() for number in numbers]
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """Returns logits, float32[B, S, V], of the residual stream after the last layer."""
@@ -119,6 +146,12 @@ class _OneLayer:
             for hook in hooks:
                 hook.remove()
         return found[0]
+
+
+def _text(row_S: Tensor) -> Tensor:
+    """Returns a padded row up to one token of its padding, since a text may end with token 0."""
+    ends = row_S.nonzero()
+    return row_S[: int(ends[-1]) + 2 if len(ends) else 1]
 
 
 def _blank(x_BSE: Tensor) -> Tensor:

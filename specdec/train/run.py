@@ -20,7 +20,15 @@ from specdec.files import write_json
 from specdec.models.config_values import config_value
 from specdec.models.frozen import FrozenModel
 from specdec.parts.build import check_values
-from specdec.parts.fields import Count, Index, Text, Threads, signature_of, validated
+from specdec.parts.fields import (
+    Count,
+    Index,
+    NotNegative,
+    Text,
+    Threads,
+    signature_of,
+    validated,
+)
 from specdec.sampling.transform import SamplingParams
 from specdec.train.agreement import Agreement, measure
 from specdec.train.block import BlockDrafter, BlockSpec
@@ -58,6 +66,7 @@ class TrainOptions:
     held_out: Count = 32  # texts that are not trained on, and on which agreement is measured
     seed: Index = 0
     threads: Threads | None = None
+    keep_gb: NotNegative = 0.0  # memory for the target's states, which later epochs then only read
     shard: bool = False  # whether accelerate spreads the target's layers over all devices
     estimate_only: bool = False  # whether to end after the estimate of time and memory
 
@@ -120,7 +129,7 @@ def train(
             f"model.dtype={str(target.dtype).removeprefix('torch.')} cannot be trained with: use"
             " float32 or bfloat16"
         )
-    frozen = FrozenModel(target, compute_dtype=target.dtype)
+    frozen = FrozenModel(target, compute_dtype=target.dtype, keep_bytes=1e9 * shared.keep_gb)
     texts = _texts(shared, config, frozen, tokenizer, ends, work, report)
     held = set(np.linspace(0, len(texts) - 1, shared.held_out).round().astype(int).tolist())
     kept = [text for number, text in enumerate(texts) if number not in held]

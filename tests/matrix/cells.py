@@ -12,6 +12,7 @@ from functools import cache, cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import numpy as np
@@ -254,9 +255,18 @@ def config(
 
 def runner(values: dict[str, Any], models: RandomPair | None = None) -> PartsRunner:
     """Composes a strategy on the tiny models; raises UserError where it is refused."""
-    return PartsRunner(
-        cfg=values, pair=models or pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS)
-    )
+    with patch("specdec.parts.build.instantiate", _constructor):
+        return PartsRunner(
+            cfg=values, pair=models or pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS)
+        )
+
+
+def _constructor(node: dict[str, Any], **_: Any) -> Callable[..., Any]:
+    """What Hydra's ``instantiate`` returns, without the 1 to 2 ms that it takes: 15,000 cells have
+    up to twelve parts each.
+    """
+    values = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
+    return partial(node["_target_"], **deepcopy(values))
 
 
 def decode(ready: PartsRunner) -> dict[int, tuple[int, ...]]:

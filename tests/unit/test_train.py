@@ -239,6 +239,27 @@ class TestTexts:
         assert windows.chosen(0) != windows.chosen(windows.steps_per_epoch), "another order"
 
 
+@pytest.mark.parametrize(("room", "passes"), [(1e6, 1), (3e3, 3)])
+def test_states_that_are_kept_are_those_of_a_pass(room: float, passes: int, place: Path) -> None:
+    rows = [text.tokens for text in texts_of(place)[:3]]
+    lengths = [len(rows[0]), len(rows[1]) - 3, 1 + len(rows[2]) // 2]
+    tokens = torch.zeros(3, max(lengths), dtype=torch.long)
+    for row, text, length in zip(tokens, rows, lengths, strict=True):
+        row[:length] = torch.from_numpy(text[:length])
+    tokens[1, lengths[1] - 1] = 0  # a text that ends with token 0
+    fresh, kept = FrozenModel(target_of(place)), FrozenModel(target_of(place), keep_bytes=room)
+    made: list[int] = []
+    kept.layers[0].register_forward_hook(lambda *_: made.append(1))
+    for order in ([0, 1, 2], [2, 0, 1], [1, 0, 2]):
+        expected = fresh.residuals(tokens[order], (1, 2))
+        found = kept.residuals(tokens[order], (1, 2))
+        for number, streams in expected.items():
+            for row, which in enumerate(order):
+                text = slice(lengths[which])
+                torch.testing.assert_close(found[number][row, text], streams[row, text])
+    assert len(made) == passes
+
+
 def test_layers_on_several_devices_give_the_same_target(place: Path) -> None:
     """By accelerate's hooks, here all on the CPU."""
     tokens = torch.arange(1, 12)[None]
