@@ -35,7 +35,7 @@ def measure_machine(
     """
     source = torch.ones(max(num_bytes, _LEAST_COPY) // dtype.itemsize, dtype=dtype, device=device)
     matrix = torch.ones(_GEMM_SIZE, _GEMM_SIZE, dtype=dtype, device=device)
-    tensors = {"source": source, "target": torch.empty_like(source)}
+    tensors = {"source": source, "target": torch.empty_like(source), "mm": torch.mm}
     tensors |= {"matrix": matrix, "product": torch.empty_like(matrix)}
 
     def seconds(work: str) -> float:
@@ -45,7 +45,7 @@ def measure_machine(
     return {
         "copy_bytes": source.nbytes,
         "bytes_per_s": 2 * source.nbytes / seconds("target.copy_(source)"),
-        "flops_per_s": 2 * _GEMM_SIZE**3 / seconds("matrix.mm(matrix, out=product)"),
+        "flops_per_s": 2 * _GEMM_SIZE**3 / seconds("mm(matrix, matrix, out=product)"),
     }
 
 

@@ -41,7 +41,7 @@ MODEL = (
     "model.dtype=float32",
 )
 METHODS = {
-    "specpipe": ("strategy=specpipe", "policy.width=16", "policy.children=4"),
+    "specpipe": ("strategy=specpipe", "policy.width=8", "policy.children=4"),
     "ppsd": ("strategy=ppsd", "executor=pipeline", "model.exit_layer=1"),
     "ar": ("strategy=ar", "executor=pipeline"),
 }

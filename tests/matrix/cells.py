@@ -136,18 +136,22 @@ def cover(
     found: Iterable[Cell],
     meetings: Callable[[Cell], set[Any]],
     usable: Callable[[Cell], bool] = lambda _: True,
+    covered: Iterable[Any] = (),
 ) -> list[Cell]:
-    """Usable cells in which everything meets that meets in any usable one of ``found``.
+    """Usable cells in which everything meets that meets in any usable one of ``found``, apart from
+    what is ``covered``.
 
-    First fit in an order that depends on names only, so that one new option changes little. Only
-    cells in which something new meets are asked whether they are usable.
+    Those in which most is new come first, then by an order that depends on names only. Only cells
+    in which something new meets are asked whether they are usable.
     """
-    chosen, covered = [], set[Any]()
-    for cell in sorted(found, key=lambda c: (crc32(repr(c).encode()), repr(c))):
-        here = meetings(cell)
-        if not here <= covered and usable(cell):
-            chosen.append(cell)
-            covered |= here
+    order = sorted(found, key=lambda c: (crc32(repr(c).encode()), repr(c)))
+    candidates = [(cell, meetings(cell)) for cell in order]
+    chosen, seen = [], {*covered}
+    for least in range(max(len(here) for _, here in candidates), 0, -1):
+        for cell, here in candidates:
+            if len(here - seen) >= least and usable(cell):
+                chosen.append(cell)
+                seen |= here
     return chosen
 
 

@@ -101,9 +101,11 @@ def decoded_cells() -> frozenset[Cell]:
     verifier under which they meet at all; in the lossy ones, whose output proves little, every
     source and every policy meets every verifier and every executor.
     """
-    lossless = (c for c in cell_of_parts() if not is_lossy(c.verifier))
-    lossy = (c for c in cell_of_parts() if is_lossy(c.verifier))
-    chosen = (*cover(lossless, _met_by_lossless, runs), *cover(lossy, _met_by_lossy, runs))
+    chosen = [cell for cell in fast_cells() if runs(cell)]
+    for lossy, meetings in ((False, _met_by_lossless), (True, _met_by_lossy)):
+        met = {each for c in chosen if is_lossy(c.verifier) is lossy for each in meetings(c)}
+        found = [c for c in cell_of_parts() if is_lossy(c.verifier) is lossy]
+        chosen += cover(found, meetings, runs, met)
     return fast_cells().union(chosen)
 
 

@@ -18,7 +18,7 @@ from specdec.errors import UserError
 from specdec.executors.pipeline import StepCharges as StepClock
 from specdec.pairs import RandomPair
 from specdec.pairs.random import build_random
-from specdec.profiling.limits import bounded, passes_of, roofline_png
+from specdec.profiling.limits import bounded, measure_machine, passes_of, roofline_png
 from specdec.profiling.passes import Sample, costs_of, measure_model, measure_transfer
 from specdec.profiling.trees import (
     StepTimes,
@@ -256,6 +256,13 @@ def test_bytes_and_flops_are_those_by_hand(stages: int) -> None:
     expected = 4 * (sum(p.numel() for p in both) + cached * (context + 2))
     assert found["draft", 1]["num_bytes"] == expected
     assert all(work["ms"] == 3.0 for work in passes)
+
+
+def test_a_machine_is_measured() -> None:
+    found = measure_machine(num_bytes=1 << 20, dtype=torch.float32, device=torch.device("cpu"))
+    assert found["copy_bytes"] == 1 << 22, "a smaller copy measures the call"
+    assert 1e8 < found["bytes_per_s"] < 1e13
+    assert 1e8 < found["flops_per_s"] < 1e14
 
 
 def test_the_longer_of_two_times_bounds_a_pass() -> None:
