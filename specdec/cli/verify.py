@@ -60,25 +60,19 @@ def main(arguments: Arguments) -> int:
     depth = depths[-1].removeprefix("depth=") if depths else "standard"
     words = {str(o.input_line): o for o in parse(arguments.overrides) if o.key_or_group != "depth"}
     lists = [word for word, o in words.items() if key_of(o) == "strategies"]
-    folders = [word for word, o in words.items() if key_of(o) == "output_dir"]
     shared = tuple(word for word in words if word not in lists)
+    names: Any = words[lists[-1]].value() if lists else []
+    if lists and not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
+        raise UserError(f"{lists[-1]} is no list of presets: write strategies=[ar,suffix]")
+    named = [(f"strategy={name}", *shared) for name in dict.fromkeys(names)]
     if arguments.cfg:
         arguments = replace(arguments, overrides=shared)
-        return show_config(arguments, lambda *words: run_job_of(*words).config, name="config")
-    if not lists:
-        job = run_job_of(shared, arguments.config_dirs)
-        jobs = {output_folder(job.output_dir, "verify", job.name): job}
-    else:
-        names: Any = words[lists[-1]].value()
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-            raise UserError(f"{lists[-1]} is no list of presets: write strategies=[ar,suffix]")
-        chosen = str(words[folders[-1]].value()) if folders else None
-        shared = tuple(word for word in shared if word not in folders)
-        root = output_folder(chosen, "verify")
-        jobs = {
-            root / name: run_job_of((f"strategy={name}", *shared), arguments.config_dirs)
-            for name in dict.fromkeys(names)
-        }
+        return show_config(
+            arguments, lambda *words: run_job_of(*words).config, named or None, name="config"
+        )
+    found = [run_job_of(each, arguments.config_dirs) for each in named or [shared]]
+    root = output_folder(found[0].output_dir, "verify", "" if named else found[0].name)
+    jobs = {root / job.name if named else root: job for job in found}
     # Imported here: torch and transformers take seconds to import.
     from specdec.certify import DEPTHS, refuse
 

@@ -42,7 +42,7 @@ def _resolve(name: str, folders: Sequence[Path], suffix: str) -> str:
     if found is None:
         known = [p.stem for p in folders[0].glob(f"*{suffix}") if suffix or p.is_dir()]
         if not suffix:
-            known += [f"smollm2/{p.name}" for p in (_ASSETS / "smollm2").glob("*")]
+            known += [f"smollm2/{p.name}" for p in (_ASSETS / "smollm2").iterdir() if p.is_dir()]
         choices = ", ".join(sorted(PREFIX + other for other in known))
         raise UserError(f"{name!r} does not ship with specdec: give a path, or one of {choices}")
     return str(found)
