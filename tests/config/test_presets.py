@@ -96,7 +96,7 @@ def test_a_mixture_drafts_with_the_head_of_a_target_without_a_draft() -> None:
 
     assert members() == ["SuffixSource", "DraftModelSource"]
     assert members("model.draft=null") == ["SuffixSource", "EagleSource"]
-    with pytest.raises(UserError, match="model.draft is not set"):
+    with pytest.raises(UserError, match=r"model\.draft is not set"):
         members("model.draft=null", "model.eagle_head=null")
 
 
