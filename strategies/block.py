@@ -121,8 +121,8 @@ class BlockSource(ModelSource):
                 )
             block = self._drafts[request.id].rows
             assert block is not None
-            before = torch.from_numpy(tokens[first])
-            logits.append(self._runner.logits(block[depths[first].tolist()], before))
+            place, before = torch.from_numpy(depths[first]), torch.from_numpy(tokens[first])
+            logits.append(self._runner.logits(block[place], before))
             rows.append(row.ravel() + sum(len(ids) for _, ids in chosen))
             chosen.append((request.id, served[first]))
         found = self._candidates(state, Nodes(tuple(chosen)), torch.cat(logits), k)
