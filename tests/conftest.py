@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import gc
 import json
 import os
@@ -90,6 +91,32 @@ def matrix_line(kinds: Counter[str], num_cells: int) -> str:
     words = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds) if kind != DECODED)
     num_found = kinds.total() - kinds[DECODED]
     return f"{num_found} of {num_cells} cells: {words}; {kinds[DECODED]} of them decoded"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _files_of_the_package_are_parsed_once() -> Iterator[None]:
+    """Hydra parses 15 of them per composition, a fifth of its time; the suite composes thousands."""
+    from hydra._internal.config_repository import ConfigRepository
+    from hydra.core.object_type import ObjectType
+
+    from specdec.config.hydra import config_dir
+
+    load, kept = ConfigRepository.load_config, dict[str, Any]()
+    tree = str(config_dir())
+
+    def once(repository: Any, config_path: str) -> Any:
+        source = repository._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.path != tree:
+            return load(repository, config_path)
+        if config_path not in kept:
+            kept[config_path] = load(repository, config_path)
+        found = copy.copy(kept[config_path])
+        found.config = copy.deepcopy(found.config)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigRepository, "load_config", once)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ Nothing is listed by hand: a new source, policy, verifier, executor or sampling 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, cached_property, partial
 from itertools import combinations
@@ -245,7 +246,7 @@ def config(
     names = {group: getattr(cell, group) for group in AXES}
     chosen = {group: option(group, name) for group, name in names.items()}
     chosen["serving"] = option("serving", serving_of(cell))
-    values = deepcopy({**base(), **chosen})
+    values = copied({**base(), **chosen})
     values["choices"] = names  # refusals name them
     executor = values["executor"]
     if executor.get("stages"):
@@ -259,18 +260,28 @@ def config(
 
 def runner(values: dict[str, Any], models: RandomPair | None = None) -> PartsRunner:
     """Composes a strategy on the tiny models; raises UserError where it is refused."""
-    with patch("specdec.parts.build.instantiate", _constructor):
+    with constructed():
         return PartsRunner(
             cfg=values, pair=models or pair(), stop=StopRules(max_new_tokens=MAX_NEW_TOKENS)
         )
 
 
-def _constructor(node: dict[str, Any], **_: Any) -> Callable[..., Any]:
-    """What Hydra's ``instantiate`` returns, without the 1 to 2 ms that it takes: 15,000 cells have
-    up to twelve parts each.
+def constructed() -> AbstractContextManager[Any]:
+    """Parts are made without Hydra's ``instantiate``, which takes 1 to 2 ms: 15,000 cells have up
+    to twelve parts each.
     """
+    return patch("specdec.parts.build.instantiate", _constructor)
+
+
+def _constructor(node: dict[str, Any], **_: Any) -> Callable[..., Any]:
     values = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
-    return partial(node["_target_"], **deepcopy(values))
+    return partial(node["_target_"], **copied(values))
+
+
+def copied(values: dict[str, Any]) -> dict[str, Any]:
+    """A deep copy of plain values, in a fifth of the time of ``copy.deepcopy``."""
+    found: dict[str, Any] = pickle.loads(pickle.dumps(values))
+    return found
 
 
 def decode(ready: PartsRunner) -> dict[int, tuple[int, ...]]:

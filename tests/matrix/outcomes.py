@@ -161,8 +161,13 @@ def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
 
 def biased(cell: Cell) -> bool:
     """Rejection among children that were chosen by value: wrong, whatever the messages say."""
-    verifier = build_part(option("verifier", cell.verifier), {}, "verifier")
-    return bool(verifier.needs.draft_probs) and _chooses_by_value(cell.policy)
+    return _rejects(cell.verifier) and _chooses_by_value(cell.policy)
+
+
+@cache
+def _rejects(verifier: str) -> bool:
+    part = build_part(option("verifier", verifier), {}, "verifier")
+    return bool(part.needs.draft_probs)
 
 
 @cache

@@ -36,7 +36,7 @@ from specdec.config.options import options, own_values
 from specdec.pairs import RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.state import DecodeState, RequestState, StopRules
-from tests.matrix.cells import option
+from tests.matrix.cells import constructed, option
 
 FILE = Path(__file__).with_name("recorded_presets.json")
 PROFILE = Path(__file__).with_name("recorded_profile.yaml")
@@ -123,7 +123,8 @@ def _resolved(preset: str) -> dict[str, Any]:
 
 def record(preset: str, case: str) -> Record:
     how = CASES[case]
-    parts = compose(deepcopy(_resolved(preset)), pair())
+    with constructed():
+        parts = compose(deepcopy(_resolved(preset)), pair())
     state = parts.new_state()
     requests = [
         RequestState(

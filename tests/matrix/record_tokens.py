@@ -33,7 +33,7 @@ from specdec.errors import UserError
 from specdec.pairs import ModelPair, build_pair
 from specdec.runs.runners import PartsRunner
 from specdec.state import StopRules
-from tests.matrix.cells import NUM_LAYERS, PROMPTS, base
+from tests.matrix.cells import NUM_LAYERS, PROMPTS, base, constructed
 from tests.matrix.record_presets import PROFILE, presets
 
 FILE = Path(__file__).with_name("recorded_tokens.json")
@@ -131,7 +131,8 @@ def tokens(preset: str, run: Run) -> str:
         config = composed(preset, run)
         models = _pair(json.dumps(config["model"]), run.seed)
         stop = StopRules(max_new_tokens=MAX_NEW_TOKENS["tiny" if run.model == "tiny" else "random"])
-        ready = PartsRunner(cfg=config, pair=models, stop=stop)
+        with constructed():
+            ready = PartsRunner(cfg=config, pair=models, stop=stop)
     except UserError:
         return "refused"
     outputs: dict[int, str] = {}
