@@ -193,6 +193,7 @@ class DecodeState:
         turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
         first_alone: drop the tree that grew behind the last prompt token with a request's first
             answer, which then passes through the stages alone.
+        warm_up: whether this is the run before the measured ones, which is not counted.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class DecodeState:
         self.turn: frozenset[int] | None = None
         self.load = Load()
         self.step = self._idle_steps = 0
+        self.warm_up = False
         self.draws, self.clock, self.meter = draws, clock, meter
 
     def drafting(self) -> AbstractContextManager[None]:
@@ -221,7 +223,7 @@ class DecodeState:
 
     def copy(self, nodes: Nodes) -> DecodeState:
         state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter)
-        state.step, state.turn = self.step, self.turn
+        state.step, state.turn, state.warm_up = self.step, self.turn, self.warm_up
         for request_id, _ in nodes.items:
             state.requests[request_id] = request = copy(self.requests[request_id])
             request.tree = request.tree.copy()
@@ -336,7 +338,7 @@ def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
     for request_id, ids in nodes.items:
         request = state.requests[request_id]
         trees.append(tree_rows(request, request.tree.slots(ids)))
-    return Batch(step=state.step, trees=tuple(trees))
+    return Batch(step=state.step, trees=tuple(trees), warm_up=state.warm_up)
 
 
 def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:

@@ -308,12 +308,13 @@ class Batch:
     """Rows submitted to the target in one step; an empty batch only advances the step.
 
     A request's prefill chunk comes before its first root. ``num_tokens`` counts tree nodes and
-    prefill tokens.
+    prefill tokens. ``warm_up``: of the run before the measured ones, which is not counted.
     """
 
     step: int
     trees: tuple[TreeRows, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
+    warm_up: bool = False
     num_nodes: int = field(init=False, repr=False, compare=False)
     num_tokens: int = field(init=False, repr=False, compare=False)
 

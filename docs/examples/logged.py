@@ -15,5 +15,6 @@ class Logged(LocalExecutor):
         """Called once per step; an empty batch makes no pass."""
         if batch.num_tokens:
             nodes, prompt = batch.num_nodes, batch.num_tokens - batch.num_nodes
-            print(f"step {batch.step}: {nodes} nodes, {prompt} prompt tokens", file=sys.stderr)
+            run = "warm-up, " if batch.warm_up else ""
+            print(f"{run}step {batch.step}: {nodes} nodes, {prompt} prompt tokens", file=sys.stderr)
         super().submit(batch)

@@ -365,7 +365,7 @@ class TargetCopy:
             slots = tree.with_missing_ancestors(tree.slots(rows.node_ids), has)
             nodes.update(dict.fromkeys(tree.ids[slots].tolist()))
             trees.append(tree_rows(request, slots))
-        return Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
+        return replace(batch, trees=tuple(trees), prefills=tuple(prefills))
 
 
 def _only(answers: Answers, ids: IntArray) -> Answers:

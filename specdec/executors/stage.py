@@ -178,7 +178,7 @@ def _surviving(
                     trees.append(item.tree.take(kept))
                     index.append(middle + kept)
         start = stop
-    left = Batch(step=batch.step, trees=tuple(trees), prefills=tuple(prefills))
+    left = replace(batch, trees=tuple(trees), prefills=tuple(prefills))
     return left, np.concatenate(index)
 
 

@@ -18,7 +18,7 @@ from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import all_gaps, decode_phase
 from specdec.report.results import Result, drafted_tokens, styles_of
 from specdec.report.styles import Style
-from specdec.report.tables import is_lossy, lossless_label, percent, shown_rows, title_of
+from specdec.report.tables import NONE, is_lossy, lossless_label, percent, shown_rows, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,17 +49,19 @@ def comparison_png(
     each row's prompts.
     """
     figure, rows = figure_of(11.0, 2.2 + 0.46 * len(rows)), shown_rows(rows, conditions)
-    speedup, speed, third = axes = figure.subplots(1, 3, sharey=True, width_ratios=[1.45, 1, 1])
-    # The numbers stand above the dots, so that they do not read as the value of the last dot.
-    _bars(speedup, rows, styles, "speedup_wall", "{:.2f}x", above=11)
-    tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
-    for y, (row, values) in enumerate(zip(rows, points, strict=True)):
-        jitter = (np.arange(len(values)) % 5 - 2) * 0.06
-        speedup.scatter(values, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
-        low, high = row.get("speedup_wall_range") or (0, 0)
-        if low < high:
-            speedup.plot([low, high], [y, y], color="black", lw=1.6, zorder=4)
-    speedup.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
+    widths = [1.45, 1, 1] if any(row.get("speedup_wall") is not None for row in rows) else [1, 1]
+    *first, speed, third = axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
+    for speedup in first:  # none without ar
+        # The numbers stand above the dots, so that they do not read as the value of the last dot.
+        _bars(speedup, rows, styles, "speedup_wall", "{:.2f}x", above=11)
+        tidy(speedup, xlabel="speed-up over ar (tokens per second of decoding, ar = 1)")
+        for y, (row, values) in enumerate(zip(rows, points, strict=True)):
+            jitter = (np.arange(len(values)) % 5 - 2) * 0.06
+            speedup.scatter(values, y + jitter, s=7, color="black", alpha=0.35, lw=0, zorder=3)
+            low, high = row.get("speedup_wall_range") or (0, 0)
+            if low < high:
+                speedup.plot([low, high], [y, y], color="black", lw=1.6, zorder=4)
+        speedup.axvline(1.0, color="#444444", lw=0.9, ls="--", zorder=1)
     _bars(speed, rows, styles, "tokens_per_s", "{:.0f}")
     tidy(speed, xlabel="tokens per second (decoding)")
     name, label = "acceptance_length", "acceptance length (tokens per target pass)"
@@ -69,18 +71,21 @@ def comparison_png(
     tidy(third, xlabel=label)
     for ax in axes:
         ax.set_xlim(0, max(ax.get_xlim()[1], 1e-9) * 1.16)  # room for the numbers at the bars' ends
-    loops = [
-        "" if (s := row.get("loop_share")) is None else f", loops {percent(s)}" for row in rows
-    ]
-    labels = [f"{row['strategy']}\n{lossless_label(row)}" for row in rows]
-    speedup.set_yticks(range(len(rows)), map("".join, zip(labels, loops, strict=True)))
+    kinds = [lossless_label(row) for row in rows]
+    labels = []
+    for row, kind in zip(rows, kinds, strict=True):
+        loops = row.get("loop_share")
+        below = (kind, "" if loops is None else f"loops {percent(loops)}")
+        labels.append(f"{row['strategy']}\n{', '.join(t for t in below if t not in ('', NONE))}")
+    axes[0].set_yticks(range(len(rows)), labels)
     red = [is_lossy(row) and not row["quantized"] for row in rows]
-    for tick, is_red in zip(speedup.get_yticklabels(), red, strict=True):
+    for tick, is_red in zip(axes[0].get_yticklabels(), red, strict=True):
         tick.set_color(_BAD if is_red else "black")
-    speedup.set_ylim(len(rows) - 0.5, -0.5)
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)
     legend = [
-        "Bars: a colour per strategy, as in all pictures; median over repeats; black line: range"
-        " over repeats; dots: single prompts; below the name: whether the tokens are those of ar",
+        "Bars: a colour per strategy, as in all pictures; median over repeats",
+        *(["black line: range over repeats; dots: single prompts"] if first else []),
+        *(["below the name: whether the tokens are those of ar"] if {*kinds} - {NONE} else []),
         *(["red names: lossy or not lossless"] if any(red) else []),
         *(f"{row['strategy']}: {row['caveat']}" for row in rows if row.get("caveat")),
     ]
@@ -133,6 +138,7 @@ def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
     if not depth.lines:
         text = "no draft tokens, or one level per step: every answer is at depth 0"
         depth.text(0.5, 0.5, text, ha="center", va="center", transform=depth.transAxes, fontsize=9)
+        depth.set_axis_off()
     depth.locator_params(axis="x", integer=True)
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)

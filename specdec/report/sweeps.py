@@ -53,10 +53,12 @@ def curves_png(report: ResultsReport) -> bytes | None:
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     strategies = dict(zip(labels, (result.strategy for result in complete), strict=True))
     styles = row_styles(strategies)
+    whole = bool((table["at"] % 1 == 0).all())
     for ax, name in zip(axes, shown, strict=True):
         for label, own in [*table.groupby("label", sort=False)][:MAX_CURVES]:
             line = own.sort_values("at")
             ax.plot(line["at"], line[name].astype(float), label=label, ms=4, **styles[label].line())
         tidy(ax, xlabel=key, ylabel=_FIGURES[name])
         ax.set_ylim(0, 1.1 * table[name].max())
-    return png(figure, f"Sweep over {key}", report.conditions, axes)
+        ax.locator_params(axis="x", integer=whole)
+    return png(figure, f"Sweep over {key}", report.conditions, axes if {*labels} != {"all"} else ())

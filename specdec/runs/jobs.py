@@ -411,7 +411,11 @@ def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPromp
     if cfg["model"].get("graphs", "off") != "off":
         longest = sorted(prompts, key=lambda prompt: len(prompt.tokens), reverse=True)
         first = longest[: int(cfg["batch_size"])]
-    runner.run(first, lambda _: None)
+    runner.warming_up = True
+    try:
+        runner.run(first, lambda _: None)
+    finally:
+        runner.warming_up = False
     if runner.trace is not None:
         runner.trace.clear()
 

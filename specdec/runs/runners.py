@@ -49,6 +49,7 @@ class Runner(ABC):
     caveat: str = ""  # of other programs: what ran there, and why rows are not comparable
     parts: Parts | None = None  # None for the decoding of other programs
     trace: RunTrace | None = None  # records the run for ``trace=true``
+    warming_up = False  # whether the present run is not counted
     pids: Sequence[int] | None = ()  # its other processes here; None if they cannot be read
 
     @abstractmethod
@@ -169,6 +170,7 @@ class PartsRunner(Runner):
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> Generator[None, None, RunTotals]:
         state = self.parts.new_state()
+        state.warm_up = self.warming_up
         counts = RunBook(self.parts, state)
         source, policy, latency = self.parts.source, self.parts.policy, self.parts.executor.latency
         sizes, read = self._pair.weight_bytes, source.pass_bytes
