@@ -4,6 +4,7 @@
 #   make test       the same environment with the development tools, then the whole test suite
 #   make test-fast  only the quick tests
 #   make test-exhaustive  the cases that the whole suite only samples; takes long
+#   make test-real  what needs the real language model, which it fetches
 #   make test-hosts  runs over several hosts, in network namespaces; needs root and iproute2
 #   make lint       ruff and the layers of imports          make types  mypy
 #   make docs       the documentation as a site, build/site/index.html; a warning is an error
@@ -37,7 +38,7 @@ DEMO_STRATEGIES ?= ar,speculative,specinfer,best_first,staged,prompt_lookup,hf_g
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_INDEX ?=
 
-.PHONY: help demo demo-real demo-toy test test-fast test-exhaustive test-hosts support docs lint types format install install-dev clean
+.PHONY: help demo demo-real demo-toy test test-fast test-exhaustive test-real test-hosts support docs lint types format install install-dev clean
 
 help:  ## this text
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
@@ -76,6 +77,11 @@ test-fast: install-dev
 test-exhaustive: install-dev
 	@echo "== test-exhaustive: what make test runs a fixed sample of"
 	@$(BIN)/python -m pytest -m exhaustive -n $(TEST_JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+test-real: install-dev
+	@echo "== test-real: what decodes with a real language model"
+	@$(BIN)/specdec models install smollm2
+	@$(BIN)/python -m pytest -m real $(PYTEST_ARGS)
 
 test-hosts: install-dev
 	@echo "== test-hosts: runs over hosts in network namespaces (root; apt-get install iproute2)"

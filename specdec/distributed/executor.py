@@ -221,7 +221,8 @@ class DistributedExecutor(Executor):
 
     @property
     def pids(self) -> list[int] | None:
-        return self._group.pids
+        pids = self._group.pids
+        return None if pids is None else pids[: self._handle.num_ranks]
 
     @property
     def bytes_sent(self) -> int:

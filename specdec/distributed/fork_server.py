@@ -10,7 +10,8 @@ script in every child, which fails for scripts without an ``if __name__ == "__ma
 
 ADDRESS and PORT are those of the store at which all SIZE ranks meet, rank 0 included. The last
 argument says whether to keep LOGS at the end. The process prints one JSON line per event:
-{"pids": [...]} after forking, then {"rank": r, "status": s} per ended rank (negative: signal).
+{"pids": [...]} after forking, in the order of ranks, then {"rank": r, "status": s} per ended rank
+(negative: signal).
 """
 
 import json
@@ -62,7 +63,7 @@ def _watch(ranks: dict[int, int]) -> bool:
     """Reports each rank's end and removes it from ``ranks`` (pid -> rank); returns whether standard
     input closed before all had ended.
     """
-    _print_event({"pids": sorted(ranks)})
+    _print_event({"pids": list(ranks)})
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin, selectors.EVENT_READ)
         while ranks:

@@ -130,6 +130,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int] | None:
+        """Processes of ranks 1, 2, ..; None if a launcher has started them."""
         return None if self._processes is None else self._processes.pids
 
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:

@@ -48,17 +48,18 @@ def rank_logs_in(folder: Path) -> Iterator[None]:
 
 
 class GroupHandle:
-    """Reference-counted handle on a rank group; executors that need the same number of ranks and
-    threads share one, so the rows of a comparison start processes once.
+    """Reference-counted handle on a rank group; executors with the same number of threads share
+    one that has enough ranks, so the rows of a comparison start processes once.
     """
 
     def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
         """Joins a group of ``num_ranks`` besides this process, or starts one.
 
-        ``threads`` per rank: None divides the machine's cores. Executors that work at the same time
-        need groups of different ``number``.
+        ``threads`` per rank: None divides the machine's cores by the number of ranks, which has to
+        be exact then. Executors that work at the same time need groups of different ``number``.
         """
-        self._key = (num_ranks + 1, threads, number)
+        self._key = _key_of(num_ranks + 1, threads, number)
+        self.num_ranks = num_ranks
         self._released = False
         if _external is not None:
             if number:
@@ -76,7 +77,7 @@ class GroupHandle:
             return
         shared = _local.get(self._key)
         if shared is None or not shared.group.alive:
-            shared = _local[self._key] = _SharedGroup(_start(num_ranks + 1, threads))
+            shared = _local[self._key] = _SharedGroup(_start(self._key[0], threads))
         shared.num_handles += 1
         self.group = shared.group
 
@@ -92,6 +93,13 @@ class GroupHandle:
             if not shared.num_handles:
                 del _local[self._key]
                 self.group.close()
+
+
+def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | None, int]:
+    """The key of the smallest running group that can be shared, or of the one to be started."""
+    running = [key for key, shared in _local.items() if shared.group.alive]
+    same = [key for key in running if key[1:] == (threads, number) and threads is not None]
+    return min((key for key in same if key[0] >= size), default=(size, threads, number))
 
 
 def _start(size: int, threads: int | None) -> RankGroup:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from specdec.distributed import GroupHandle
+from specdec.distributed.rank_groups import _key_of
 from specdec.distributed.executor import DistributedExecutor
 from specdec.distributed.kept_rows import KeptRows, Query
 from specdec.errors import UserError
@@ -241,3 +242,15 @@ def test_the_head_counts_in_a_balanced_split() -> None:
     assert split_layers(24, 8) == [(3 * i, 3 * i + 3) for i in range(8)]
     sizes = [b - a for a, b in split_layers(24, 8, head_layers=2.5)]
     assert sizes == [4, 4, 3, 3, 3, 3, 3, 1]
+
+
+@pytest.mark.distributed
+def test_fewer_ranks_join_a_running_group(keep_ranks: Callable[..., None]) -> None:
+    """Rows and jobs with fewer stages start no processes; other numbers of threads do not match."""
+    keep_ranks(3)
+    many, few = GroupHandle(3, threads=1), GroupHandle(2, threads=1)
+    assert few.group is many.group
+    assert _key_of(3, 2, 0) == (3, 2, 0)
+    few.release()
+    assert many.group.alive
+    many.release()

@@ -141,7 +141,7 @@ def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
 
 def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
     """One device: a record, a profile of this machine, and the controller's own time."""
-    pair = ["model=random", "model.num_layers=4", "model.hidden_size=32", "max_new_tokens=24"]
+    pair = ["model=random", "model.num_layers=2", "model.hidden_size=32", "max_new_tokens=8"]
     words = [*pair, "data.limit=4", "threads=1"]
     small = {"strategies": ["speculative"], "prompts": 4, "profile": "measured"}
     plan = specdec.plan(words, output_dir=tmp_path, **small)
