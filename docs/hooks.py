@@ -15,7 +15,14 @@ from mkdocs.structure.pages import Page
 from specdec.config.options import GROUPS, config_dir, first_comment, options
 
 NAV: dict[str, list[str]] = {
-    "Start": ["index.md", "models_and_data.md", "python.md", "transformers.md", "adding.md"],
+    "Start": [
+        "index.md",
+        "models_and_data.md",
+        "real_model.md",
+        "python.md",
+        "transformers.md",
+        "adding.md",
+    ],
     "How it works": [
         "strategies.md",
         "architecture.md",
