@@ -166,3 +166,9 @@ def test_an_outside_logger_gets_every_row(folder: Path) -> None:
         rows = list(csv.DictReader(stream))
     assert [row["strategy"] for row in rows] == ["ar", "speculative"]
     assert float(rows[0]["acceptance_length"]) == 1.0
+
+
+def test_the_tree_beside_the_measurements_of_a_real_model_composes() -> None:
+    tree = Path(__file__).parents[2] / "experiments/smollm2/conf"
+    job = run_job_of(["strategy=eagle3_small", "model=random"], [tree])
+    assert job.config["policy"]["bs"] == 6
