@@ -193,7 +193,7 @@ class DecodeState:
         turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
         first_alone: drop the tree that grew behind the last prompt token with a request's first
             answer, which then passes through the stages alone.
-        warm_up: whether this is the run before the measured ones, which is not counted.
+        warm_up: whether this is the run before the measured ones, which no figure counts.
     """
 
     def __init__(

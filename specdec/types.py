@@ -308,7 +308,8 @@ class Batch:
     """Rows submitted to the target in one step; an empty batch only advances the step.
 
     A request's prefill chunk comes before its first root. ``num_tokens`` counts tree nodes and
-    prefill tokens. ``warm_up``: of the run before the measured ones, which is not counted.
+    prefill tokens. ``warm_up``: it belongs to the run before the measured ones, which no figure
+    counts.
     """
 
     step: int

@@ -48,15 +48,18 @@ def rank_logs_in(folder: Path) -> Iterator[None]:
 
 
 class GroupHandle:
-    """Reference-counted handle on a rank group; executors with the same number of threads share
-    one that has enough ranks, so the rows of a comparison start processes once.
+    """Reference-counted handle on a rank group.
+
+    Executors with the same number of threads per rank share a group if it has as many ranks as they
+    need or more; the rows of a comparison then start its processes only once.
     """
 
     def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
-        """Joins a group of ``num_ranks`` besides this process, or starts one.
+        """Joins a running group of ``num_ranks`` or more besides this process, or starts one.
 
-        ``threads`` per rank: None divides the machine's cores by the number of ranks, which has to
-        be exact then. Executors that work at the same time need groups of different ``number``.
+        ``threads`` per rank: None divides the machine's cores by the number of ranks, and then only
+        a group of just ``num_ranks`` is joined. Executors that work at the same time need groups of
+        different ``number``.
         """
         self._key = _key_of(num_ranks + 1, threads, number)
         self.num_ranks = num_ranks
@@ -96,10 +99,12 @@ class GroupHandle:
 
 
 def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | None, int]:
-    """The key of the smallest running group that can be shared, or of the one to be started."""
-    running = [key for key, shared in _local.items() if shared.group.alive]
-    same = [key for key in running if key[1:] == (threads, number) and threads is not None]
-    return min((key for key in same if key[0] >= size), default=(size, threads, number))
+    """Returns the key of the smallest running group that can be shared, or of one to be started."""
+    own = size, threads, number
+    if threads is None:
+        return own
+    alike = [key for key, shared in _local.items() if shared.group.alive and key[1:] == own[1:]]
+    return min((key for key in alike if key[0] >= size), default=own)
 
 
 def _start(size: int, threads: int | None) -> RankGroup:

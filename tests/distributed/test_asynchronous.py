@@ -75,7 +75,7 @@ def test_lossless_beside_ranks(preset: str, kind: str, sizes: tuple[int, int]) -
 @pytest.mark.distributed
 @pytest.mark.parametrize("preset", sampled(PRESETS, every=2))
 def test_lossless_beside_processes(preset: str, keep_ranks: Callable[..., None]) -> None:
-    keep_ranks(1)
+    keep_ranks()
     decoded(preset, "measured", 1, 3)
 
 

@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 )
 def test_lossless_and_traced(preset: str, groups: str, keep_ranks: Callable[..., None]) -> None:
     """The trace has the work of every rank, the draft's followers included."""
-    keep_ranks(4)
+    keep_ranks()
     keys = {**GROUPS[groups], "executor.transport": "distributed"}
     ranks = Ranks(
         model={"kind": "random", **toys.MODEL}, clock={"kind": "measured"}, threads=1, trace=True

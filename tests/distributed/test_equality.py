@@ -114,7 +114,7 @@ def test_over_processes(
     keys: dict[str, Any],
     keep_ranks: Callable[..., None],
 ) -> None:
-    keep_ranks(num_ranks(stages, keys))
+    keep_ranks()
     same(composed(strategy, stages, sampling, keys))
 
 
@@ -184,7 +184,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
 
 @pytest.mark.distributed
 def test_a_cancelled_request_leaves_processes(keep_ranks: Callable[..., None]) -> None:
-    keep_ranks(3)
+    keep_ranks()
     check_cancelling(range(5, 6))
 
 
@@ -195,7 +195,7 @@ def _store(results: dict[int, RequestResult], result: RequestResult) -> None:
 @pytest.mark.distributed
 def test_two_sessions_in_turns_keep_their_rows_apart(keep_ranks: Callable[..., None]) -> None:
     """Two strategies on the same ranks, a step of each in turn, as in ``compare``; twice."""
-    keep_ranks(3)
+    keep_ranks()
     both = [config(name, 3, "t06", distributed=True) for name in ("specpipe", "ar")]
     expected = [run(config(name, 3, "t06"))[0] for name in ("specpipe", "ar")]
     with ExitStack() as stack:
@@ -216,7 +216,7 @@ def test_two_sessions_in_turns_keep_their_rows_apart(keep_ranks: Callable[..., N
 
 @pytest.mark.distributed
 def test_reports_count_what_ranks_did(keep_ranks: Callable[..., None]) -> None:
-    keep_ranks(2)
+    keep_ranks()
     with runner(config("ar", 2, distributed=True)) as made:
         made.run(PROMPTS, lambda result: None)
         executor = made.parts.executor
@@ -230,7 +230,7 @@ def test_reports_count_what_ranks_did(keep_ranks: Callable[..., None]) -> None:
 
 @pytest.mark.distributed
 def test_a_refused_strategy_releases_its_ranks(keep_ranks: Callable[..., None]) -> None:
-    keep_ranks(2)
+    keep_ranks()
     with pytest.raises(UserError, match="bias"):
         run(config("specpipe", 2, "t08", distributed=True, verifier=rejection()))
     same(config("ar", 2))
@@ -245,10 +245,10 @@ def test_the_head_counts_in_a_balanced_split() -> None:
 
 @pytest.mark.distributed
 def test_fewer_ranks_join_a_running_group(keep_ranks: Callable[..., None]) -> None:
-    """Rows and jobs with fewer stages start no processes."""
-    keep_ranks(3)
-    many, few = GroupHandle(3, threads=1), GroupHandle(2, threads=1)
-    assert few.group is many.group
-    few.release()
+    """They start no processes, and only the processes of their own ranks are theirs."""
+    keep_ranks()
+    many = GroupHandle(3, threads=1)
+    with runner(config("ar", 2, distributed=True)) as few:
+        assert few.pids == many.group.pids[:2] != many.group.pids
     assert many.group.alive
     many.release()

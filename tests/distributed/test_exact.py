@@ -21,7 +21,7 @@ def _outputs(values: dict[str, Any]) -> dict[int, tuple[int, ...]]:
 
 def test_shares_equal_plain_decoding_on_the_same_shares(keep_ranks: Callable[..., None]) -> None:
     """Three ranks, whose sums are in the order of ranks; the draft has a fourth."""
-    keep_ranks(3)
+    keep_ranks()
     degrees = {"executor__target_degree": 3, "executor__draft_degree": 1}
     values = config("swiftspec", 1, "t06", distributed=True, **degrees, **EXACT)
     outputs = _outputs(values)
@@ -32,6 +32,6 @@ def test_shares_equal_plain_decoding_on_the_same_shares(keep_ranks: Callable[...
 @pytest.mark.exhaustive
 def test_stages_equal_plain_decoding_on_one_device(keep_ranks: Callable[..., None]) -> None:
     """Ranks with slices of layers have the bits of the whole model."""
-    keep_ranks(2)
+    keep_ranks()
     values = config("specpipe", 2, "t06", distributed=True, **EXACT)
     assert _outputs(values) == _outputs(plain_config(values))

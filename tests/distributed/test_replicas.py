@@ -48,7 +48,7 @@ def decoded_over_processes() -> list[dict[str, Any]]:
 def test_lossless_over_processes(keep_ranks: Callable[..., None]) -> None:
     """Tokens, reports, and processes that serve the next run although copies were still at work."""
     for number in (1, 2):
-        keep_ranks(1, number=number)
+        keep_ranks(number=number)
     handles = [GroupHandle(1, threads=1, number=number) for number in (1, 2)]
     try:
         for _ in range(3):

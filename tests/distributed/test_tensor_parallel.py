@@ -18,8 +18,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(autouse=True)
 def _ranks(keep_ranks: Callable[..., None]) -> None:
-    for number in (2, 3, 4, 5):
-        keep_ranks(number)
+    keep_ranks()
 
 
 @pytest.mark.parametrize(

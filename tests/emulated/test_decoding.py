@@ -54,7 +54,7 @@ def _runner(cell: Cell) -> PartsRunner:
     values["model"].update(device="cuda", graphs="cuda")
     values["serving"] = deepcopy(base()["serving"])  # paged caches are not captured
     stop, pair = StopRules(max_new_tokens=NUM_TOKENS), build_pair(values["model"])
-    pair.fitted = lambda name, make, fit: (make(), True)  # training takes minutes here
+    pair.fitted = lambda name, make, fit: (make(), True)  # training takes 20 s here
     return PartsRunner(cfg=values, pair=pair, stop=stop)
 
 

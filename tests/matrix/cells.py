@@ -279,7 +279,7 @@ def _constructor(node: dict[str, Any], **_: Any) -> Callable[..., Any]:
 
 
 def copied(values: dict[str, Any]) -> dict[str, Any]:
-    """A deep copy of plain values, in a fifth of the time of ``copy.deepcopy``."""
+    """A deep copy of plain values, 3.5 times as fast as ``copy.deepcopy``."""
     found: dict[str, Any] = pickle.loads(pickle.dumps(values))
     return found
 

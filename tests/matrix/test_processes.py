@@ -25,10 +25,9 @@ NUM_PARTS_OF_PAIRS = 8
 
 @pytest.fixture(autouse=True)
 def _ranks(keep_ranks: Callable[..., None]) -> None:
-    for stages in STAGES:
-        keep_ranks(stages)
+    keep_ranks()
     for copy in range(1, NUM_COPIES + 1):
-        keep_ranks(1, number=copy)
+        keep_ranks(number=copy)
 
 
 def sample(meetings: Callable[[Cell], set[Any]]) -> list[Cell]:

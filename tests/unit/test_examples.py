@@ -69,6 +69,21 @@ def test_config_dir_finds_classes_beside_the_tree(
     assert "careful.Careful" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_an_executor_can_tell_the_warm_up(
+    beside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompt is decoded twice with the same batches, the first time uncounted."""
+    words = ["--config-dir", str(EXAMPLES / "conf"), "executor=logged", "model=random"]
+    words += ["data=stdlib", "data.limit=1", "max_new_tokens=6", f"output_dir={tmp_path / 'run'}"]
+    assert main(["run", "strategy=ar", *words]) == 0
+    lines = re.findall(r"^(warm-up, )?(step \d+: .*)$", capsys.readouterr().err, re.MULTILINE)
+    half = len(lines) // 2
+    assert [bool(mark) for mark, _ in lines] == [True] * half + [False] * half
+    assert [text for _, text in lines[:half]] == [text for _, text in lines[half:]]
+    assert half >= 6
+
+
 def test_the_verifier_does_what_it_says(beside: None) -> None:
     """With k=1 it is greedy decoding; with more it accepts more, and is called lossy."""
     import specdec
