@@ -1,30 +1,32 @@
-"""Parent process of the ranks that the command line starts: imports once, then forks all of them.
+"""The process that forks the ranks which a command or a script starts on its own machine.
 
 Importing torch and transformers takes seconds of CPU time, which this process spends once for all
-ranks. It also kills every remaining rank, stopped ones included, when its standard input closes,
-that is when rank 0 closes it or dies. ``multiprocessing``'s forkserver does neither of two things:
-it leaves stopped children behind when the parent is killed, and it re-imports the user's main
-script in every child, which fails for scripts without an ``if __name__ == "__main__"`` guard.
+groups of ranks of its parent. ``multiprocessing``'s forkserver lacks two things: it leaves stopped
+children behind when the parent is killed, and it runs the user's main script again in every child,
+which fails for scripts without an ``if __name__ == "__main__"`` guard.
 
-    python -m specdec.distributed.fork_server ADDRESS PORT SIZE LOGS keep|remove
-
-ADDRESS and PORT are those of the store at which all SIZE ranks meet, rank 0 included. The last
-argument says whether to keep LOGS at the end. The process prints one JSON line per event:
-{"pids": [...]} after forking, in the order of ranks, then {"rank": r, "status": s} per ended rank
-(negative: signal).
+``launch`` runs this module with one end of a socket pair as standard input. Each byte there comes
+with a socket of its own, for one group of ranks, and makes this process fork the group's keeper,
+which forks the ranks and kills those that remain, stopped ones included, when its socket closes,
+that is when rank 0 closes it or dies. On the group's socket rank 0 sends one JSON line with the
+keys of ``Request``; the keeper answers with a line per event: {"keeper": pid, "pids": [...]} after
+forking, in the order of ranks, then {"rank": r, "status": s} per ended rank (negative: signal).
 """
 
+import gc
 import json
 import os
 import selectors
 import shutil
 import signal
+import socket
 import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypedDict
 
+import torch
 import torch.distributed as dist
 
 from specdec.distributed import worker
@@ -32,72 +34,112 @@ from specdec.distributed import worker
 _POLL_S = 0.05
 
 
-def main(argv: list[str]) -> int:
-    address, port, size, logs = argv[0], int(argv[1]), int(argv[2]), Path(argv[3])
-    keep_logs = argv[4] == "keep"
+class Request(TypedDict):
+    address: str  # of the store at which all ranks meet
+    port: int
+    size: int  # ranks with rank 0
+    threads: int  # per rank
+    logs: str  # folder of rank<r>.log
+    keep_logs: bool  # else the keeper removes the folder at its end
+    environment: dict[str, str]
+    path: list[str]  # sys.path
+
+
+def main() -> int:
+    """Forks a keeper for each socket that standard input brings, until it closes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles both, and then ends the ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     assert threading.active_count() == 1, "forking is only safe in a single-threaded process"
+    control = socket.socket(fileno=0)
+    while True:
+        _, received, _, _ = socket.recv_fds(control, 1, 1)
+        if not received:
+            return 0
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _keep_and_exit(socket.socket(fileno=received[0]))
+        os.close(received[0])
+
+
+def _keep_and_exit(connection: socket.socket) -> NoReturn:
+    gc.freeze()  # what the parent was holding is not for this process to tidy up
+    with connection.makefile("r", encoding="utf-8") as lines:
+        request: Request = json.loads(lines.readline())
+    logs = Path(request["logs"])
+    _redirect(logs / "fork_server.log")
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:] = request["path"]
     ranks: dict[int, int] = {}
-    for rank in range(1, size):
+    for rank in range(1, request["size"]):
         pid = os.fork()
         if pid == 0:
-            _run_rank(address, port, rank, size, logs)
+            connection.close()  # so that rank 0 sees when the keeper dies
+            _run_rank(rank, request)
         ranks[pid] = rank
     closed = True
     try:
-        closed = _watch(ranks)
-    except BrokenPipeError:
+        closed = _watch(connection, ranks)
+    except (BrokenPipeError, ConnectionResetError):
         pass  # rank 0 has died
     finally:
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)  # not yet waited for, so the pid cannot have been reused
         for pid in ranks:
             os.waitpid(pid, 0)
-        if closed and not keep_logs:
+        if closed and not request["keep_logs"]:
             shutil.rmtree(logs, ignore_errors=True)
-    return 0
+        os._exit(0)
 
 
-def _watch(ranks: dict[int, int]) -> bool:
-    """Reports each rank's end and removes it from ``ranks`` (pid -> rank); returns whether standard
-    input closed before all had ended.
+def _watch(connection: socket.socket, ranks: dict[int, int]) -> bool:
+    """Reports each rank's end and removes it from ``ranks`` (pid -> rank); returns whether the
+    connection closed before all had ended.
     """
-    _print_event({"pids": list(ranks)})
+
+    def send(event: dict[str, Any]) -> None:
+        connection.sendall(json.dumps(event).encode() + b"\n")
+
+    send({"keeper": os.getpid(), "pids": list(ranks)})
     with selectors.DefaultSelector() as selector:
-        selector.register(sys.stdin, selectors.EVENT_READ)
+        selector.register(connection, selectors.EVENT_READ)
         while ranks:
-            if selector.select(_POLL_S) and not os.read(sys.stdin.fileno(), 4096):
+            if selector.select(_POLL_S) and not connection.recv(4096):
                 return True
             while ranks:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
                 rank = ranks.pop(pid)
-                _print_event({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
+                send({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
     return False
 
 
-def _run_rank(address: str, port: int, rank: int, size: int, logs: Path) -> NoReturn:
+def _run_rank(rank: int, request: Request) -> NoReturn:
     status = 1
     try:
-        log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        _redirect(Path(request["logs"]) / f"rank{rank}.log")
+        torch.set_num_threads(request["threads"])
         timeout = timedelta(seconds=60)
-        store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-        status = worker.serve(store, rank, size, loopback=True)
+        store = dist.TCPStore(
+            request["address"], request["port"], None, False, timeout, wait_for_workers=False
+        )
+        status = worker.serve(store, rank, request["size"], loopback=True)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(status)  # skip clean-up handlers, which would wait for peers
 
 
-def _print_event(event: dict[str, object]) -> None:
-    print(json.dumps(event), flush=True)  # noqa: T201 - standard output is the protocol
+def _redirect(log: Path) -> None:
+    """Makes ``log`` this process's output, and its input empty."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

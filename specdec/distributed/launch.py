@@ -1,9 +1,13 @@
 """Starts the ranks of one machine: free port, no restarts, thread limits, no orphans."""
 
+import atexit
+import gc
 import json
 import os
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,15 +15,99 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 NOTE = "specdec: "  # prefix of informational log lines, which error messages leave out
 _LOG_CHARS = 400
 _EXIT_TIMEOUT_S = 5.0
+_MODULE = "specdec.distributed.fork_server"
+
+
+class _ForkServer:
+    """This process's ``fork_server``: a fork of it while it has one thread, else a new process.
+
+    The first saves seconds of imports, the second is what a notebook or a test process needs.
+    """
+
+    def __init__(self) -> None:
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            if _has_one_thread():
+                self._pid = self._fork(theirs.fileno())
+            else:
+                environment = {
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                    "OPENBLAS_NUM_THREADS": "1",  # numpy must not start threads before the fork
+                }
+                self._process = subprocess.Popen(  # noqa: S603 - a module of this package
+                    [sys.executable, "-m", _MODULE],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.log,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C in the terminal reaches rank 0 only
+                )
+                self._pid = self._process.pid
+        atexit.register(self._end)
+
+    def _fork(self, control: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            gc.freeze()
+            os.setsid()
+            for target, source in ((0, control), (1, self.log.fileno()), (2, self.log.fileno())):
+                os.dup2(source, target)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks and pipes of this process
+            runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+        finally:
+            os._exit(0)
+
+    def connect(self) -> socket.socket:
+        """Returns the socket of a new group's keeper."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+        return ours
+
+    def _end(self) -> None:
+        self._control.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _has_one_thread() -> bool:
+    tasks = Path("/proc/self/task")
+    return tasks.is_dir() and len(list(tasks.iterdir())) == 1
+
+
+_server: _ForkServer | None = None
+
+
+def start_fork_server() -> _ForkServer:
+    """Returns this process's fork server; the first call starts it."""
+    global _server
+    if _server is None:
+        _server = _ForkServer()
+    return _server
+
+
+def _connect() -> tuple[_ForkServer, socket.socket]:
+    global _server
+    with suppress(OSError):  # the server has been killed
+        server = start_fork_server()
+        return server, server.connect()
+    _server = None
+    server = start_fork_server()
+    return server, server.connect()
 
 
 class Processes:
-    """The fork server and the ranks that it has forked, which print to ``rank<r>.log`` in the
-    caller's folder, or in a temporary one.
+    """The ranks of one group and their keeper, which print to ``rank<r>.log`` in the caller's
+    folder, or in a temporary one.
     """
 
     def __init__(
@@ -32,39 +120,43 @@ class Processes:
         """
         self.ended: dict[int, int] = {}
         self.pids: list[int] = []
+        self._keeper: list[int] = []
         self._size = size
         self._keep_logs = logs is not None
         self._logs = logs or Path(tempfile.mkdtemp(prefix="specdec-ranks-"))
         self._logs.mkdir(parents=True, exist_ok=True)
-        per_rank = str(threads or max(1, (os.cpu_count() or 1) // size))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "OMP_NUM_THREADS": per_rank,
-            "MKL_NUM_THREADS": per_rank,
-            "OPENBLAS_NUM_THREADS": "1",  # numpy must not start threads before the fork
+        per_rank = threads or max(1, (os.cpu_count() or 1) // size)
+        limits = {"OMP_NUM_THREADS": str(per_rank), "MKL_NUM_THREADS": str(per_rank)}
+        request = {
+            "address": address,
+            "port": port,
+            "size": size,
+            "threads": per_rank,
+            "logs": str(self._logs),
+            "keep_logs": self._keep_logs,
+            "environment": {**os.environ, **limits},
+            "path": [p for p in sys.path if p],
         }
-        module = ["-m", "specdec.distributed.fork_server"]
-        arguments = [address, str(port), str(size), str(self._logs)]
-        with (self._logs / "fork_server.log").open("wb") as log:
-            self._server = subprocess.Popen(  # noqa: S603 - a module of this package
-                [sys.executable, *module, *arguments, "keep" if self._keep_logs else "remove"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # Ctrl-C in the terminal reaches rank 0 only
-            )
-        threading.Thread(target=self._read_events, daemon=True).start()
+        self._server, self._connection = _connect()
+        with suppress(BrokenPipeError):  # then no event comes either
+            self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self._reader = threading.Thread(target=self._read_events, daemon=True)
+        self._reader.start()
 
     def log(self, rank: int) -> str:
-        """Returns the end of a rank's log as one line, or of the fork server's if that is empty."""
+        """Returns the end of a rank's log as one line, or of the processes that fork if it is
+        empty.
+        """
+        texts = []
         for name in (f"rank{rank}.log", "fork_server.log"):
             file = self._logs / name
-            lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
-            text = " ".join(" ".join(t for t in lines if not t.startswith(NOTE)).split())
-            if text:
-                return text[-_LOG_CHARS:]
+            texts.append(file.read_text(errors="replace") if file.is_file() else "")
+        texts.append(os.pread(self._server.log.fileno(), 1 << 20, 0).decode(errors="replace"))
+        for text in texts:
+            lines = [line for line in text.splitlines() if not line.startswith(NOTE)]
+            shown = " ".join(" ".join(lines).split())
+            if shown:
+                return shown[-_LOG_CHARS:]
         return ""
 
     def wait(self, seconds: float) -> None:
@@ -73,29 +165,24 @@ class Processes:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        server = self._server
-        if server.stdin is not None:
-            with suppress(OSError):
-                server.stdin.close()  # makes the server kill its children and exit
-        try:
-            server.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-            for pid in self.pids:
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)  # makes the keeper kill the ranks and exit
+        self._reader.join(_EXIT_TIMEOUT_S)
+        if self._reader.is_alive():
+            for pid in (*self._keeper, *self.pids):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         if not self._keep_logs:
             shutil.rmtree(self._logs, ignore_errors=True)
 
     def _read_events(self) -> None:
-        assert self._server.stdout is not None
-        for line in self._server.stdout:
-            event = json.loads(line)
-            if "pids" in event:
-                self.pids = event["pids"]
-            else:
-                self.ended[event["rank"]] = event["status"]
-        status = self._server.wait()
-        for rank in range(1, self._size):  # the server itself died: all ranks count as ended
-            self.ended.setdefault(rank, status)
+        with suppress(ConnectionResetError), self._connection.makefile("r") as lines:
+            for line in lines:
+                event = json.loads(line)
+                if "pids" in event:
+                    self.pids, self._keeper = event["pids"], [event["keeper"]]
+                else:
+                    self.ended[event["rank"]] = event["status"]
+        self._connection.close()
+        for rank in range(1, self._size):  # the keeper has died: all ranks count as ended
+            self.ended.setdefault(rank, -signal.SIGKILL)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from specdec.distributed.group import RankGroup
-from specdec.distributed.launch import Processes
+from specdec.distributed.launch import Processes, start_fork_server
 from specdec.errors import UserError
 
 _ADDRESS = "127.0.0.1"
@@ -35,6 +35,14 @@ _logs: Path | None = None
 def use_group(group: RankGroup | None) -> None:
     global _external
     _external = group
+
+
+def prepare_ranks() -> None:
+    """Starts the process that forks ranks; before models are loaded and threads started it can be a
+    fork of this process itself, which saves its imports.
+    """
+    if _external is None:
+        start_fork_server()
 
 
 @contextmanager
@@ -108,6 +116,7 @@ def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | Non
 
 
 def _start(size: int, threads: int | None) -> RankGroup:
+    prepare_ranks()  # before the store's threads
     store = dist.TCPStore(_ADDRESS, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     processes = Processes(address=_ADDRESS, port=store.port, size=size, threads=threads, logs=_logs)
     try:

@@ -20,7 +20,7 @@ from specdec.data import (
     section_provenance,
 )
 from specdec.data.prompt import TURN_IDS
-from specdec.distributed.rank_groups import rank_logs_in
+from specdec.distributed.rank_groups import prepare_ranks, rank_logs_in
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
@@ -147,6 +147,11 @@ def compare_jobs(
     return comparison
 
 
+def _on_processes(cfg: Mapping[str, Any]) -> bool:
+    simulated = cfg.get("clock", {}).get("kind") == "simulated"
+    return not simulated and cfg.get("executor", {}).get("transport") == "distributed"
+
+
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
@@ -163,6 +168,8 @@ class _Decoding:
     ) -> None:
         self._cfgs, self._folder, self._progress = cfgs, folder, progress
         self._base = cfgs[0]
+        if any(_on_processes(cfg) for cfg in cfgs):
+            prepare_ranks()
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
         pair = pair or build_pair(self._base["model"])

@@ -103,8 +103,8 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Pids of ranks 1, 2, ... of a ``specdec run``, followed by that of the fork server."""
-    return [rank for server in children(pid) for rank in (*children(server), server)]
+    """Pids of ranks 1, 2, ... of a ``specdec run``, then of their keeper and the fork server."""
+    return [each for child in children(pid) for each in (*ranks_of(child), child)]
 
 
 def is_alive(pid: int) -> bool:

@@ -56,7 +56,7 @@ def fail(folder: Path, what: signal.Signals, rank: int, *overrides: str) -> tupl
         wait_until(lambda: len(lines(folder)) >= 2 or command.poll() is not None, "two prompts")
         assert command.poll() is None, command.stderr.read()  # type: ignore[union-attr]
         everyone = ranks_of(command.pid)
-        assert len(everyone) == 3, "two ranks and the fork server"
+        assert len(everyone) == 4, "two ranks, their keeper and the fork server"
         start = time.monotonic()
         os.kill(everyone[rank - 1] if rank else command.pid, what)
         _, message = command.communicate(timeout=200)
