@@ -59,8 +59,10 @@ def _add_mean(findings: Findings, claim: str, runs: Runs, slow: str, fast: str) 
     below, above = (_combined([(ratio[0], ratio[end]) for ratio in ratios]) for end in (1, 2))
     low = None if below is None else mean - below
     high = None if above is None else mean + above
-    text = f"bundled pair, mean of {len(runs)} sets, replayed"
-    findings.add(claim, mean, "simulated", text, loops=_mean_loops(runs), interval=(low, high))
+    first = next(iter(runs))
+    text = f"mean of {len(runs)} sets, as {first.title}"
+    loops = _mean_loops(runs)
+    findings.add(claim, mean, "simulated", text, interval=(low, high), kind=first.kind, loops=loops)
 
 
 def _combined(ends: Sequence[tuple[float, float | None]]) -> float | None:
@@ -76,8 +78,9 @@ def _add_highest(
     ratios: dict[str, Any] = {d.name: speed_ratio(r[fast], r[slow])[0] for d, r in runs.items()}
     top = max(ratios, key=lambda name: ratios[name])
     titles = {draft.name: draft.short for draft in runs}
-    text = "bundled pair: " + ", ".join(f"{titles[n]} {r:.2f}x" for n, r in ratios.items())
-    findings.add(claim, top == best, "simulated", text, loops=_mean_loops(runs))
+    text = ", ".join(f"{titles[n]} {r:.2f}x" for n, r in ratios.items())
+    kind = next(iter(runs)).kind
+    findings.add(claim, top == best, "simulated", text, kind=kind, loops=_mean_loops(runs))
 
 
 def _mean_loops(runs: Runs) -> float | None:

@@ -1,5 +1,7 @@
 """The origins of hits in simulated tables: recorded, synthetic or traced (``drafts.yaml``).
 
+A record in a file is of a real pair, but not of the papers' sizes: its figures are what-ifs.
+
 Calibrated ones run at both ends of the band of stage times (``bands.yaml``).
 """
 
@@ -18,6 +20,7 @@ from experiments.reproduce.stated import own_yaml
 from specdec.errors import UserError
 
 SIMULATED = "clock=simulated"
+RECORDS = Path(__file__).parents[1] / "pipelines" / "records"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,8 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
     if "record" in spec:
         path = lab.record([*spec["record"], *_record_size(item, lab)])
         overrides: tuple[str, ...] = ("model=replay", f"model.record={path}", *size)
+    elif "file" in spec:
+        overrides = ("model=replay", f"model.record={RECORDS / spec['file']}.npz", *size)
     elif "trace" in spec:
         file, method = spec["trace"]
         path = _data_folder() / "acceptance_traces" / file
@@ -152,7 +157,7 @@ def make_draft(name: str, item: Item, lab: Lab) -> Draft:
     else:
         overrides = (*spec["words"], *size)
     fitted = "calibrated" if name in item.fixed.get("counts", ()) else "what-if"
-    kind = fitted if spec.get("calibrated") else "stand-in"
+    kind = fitted if spec.get("calibrated") else "what-if" if "file" in spec else "stand-in"
     return Draft(name, spec["title"], spec["short"], overrides, kind)
 
 

@@ -97,15 +97,16 @@ def add_sets(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
     """Table 6 set by set: a figure per form and set, the mean speeds, and the mean loss.
 
     Guesses are accepted tokens per pass without the bonus token, as Table 6 counts; the draft
-    ``set_NAME`` gives the claim ``FORM_NAME``. Speeds are the mean of the sets' tokens per second.
+    ``qwen_NAME`` gives the claim ``FORM_NAME``. Speeds are the mean of the sets' tokens per second.
 
     Keys: ``drafts`` (one per set), ``forms`` (parallel and serial: overrides), ``speeds`` (form ->
     claim), ``loss`` (claim).
     """
-    table = []
+    table, kind = [], ""
     runs: dict[str, list[Outcome]] = {form: [] for form in config["forms"]}
     for draft in drafts(config["drafts"], item, lab, findings):
-        name = draft.name.removeprefix("set_")
+        kind = draft.kind
+        name = draft.name.removeprefix("qwen_")
         for form, overrides in config["forms"].items():
             run = lab.run(draft.words(*item.config["common"], *overrides))
             runs[form].append(run)
@@ -114,23 +115,24 @@ def add_sets(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]
             ends = interval(accepted_of(run.results), share)
             claim = f"{form}_{name}"
             if claim in item.stated.claims:
-                findings.add(claim, guesses, "simulated", draft.title, loops=loops, interval=ends)
+                draft.add(findings, claim, guesses, run=run, interval=ends, kind=draft.kind)
             table.append((draft.title, form, guesses, *ends, s["tokens_per_s"], loops))
     columns = ("set", "form", "guesses per pass", "95 % from", "to", "tokens/s", "loop_share")
     findings.table("Set by set, simulated on Table 6's times", columns, table)
     if not all(runs.values()):
         return
-    text = f"bundled pair, mean of {len(config['drafts'])} sets"
+    text = f"mean of {len(config['drafts'])} sets"
     loops = fmean(float(run.summary["loop_share"] or 0.0) for run in runs["parallel"])
     for form, claim in config["speeds"].items():
         speed = fmean(float(run.summary["tokens_per_s"]) for run in runs[form])
-        findings.add(claim, speed, "simulated", text, loops=loops)
+        findings.add(claim, speed, "simulated", text, kind=kind, loops=loops)
     means = {
         form: fmean(float(run.summary["accepted_per_pass"]) for run in of)
         for form, of in runs.items()
     }
     lost = 100.0 * (1.0 - means["parallel"] / means["serial"])
-    findings.add(config["loss"], lost, "simulated", f"{text}; equal d and w", loops=loops)
+    text = f"{text}; equal d and w"
+    findings.add(config["loss"], lost, "simulated", text, kind=kind, loops=loops)
 
 
 def tree_batches(item: Item, lab: Lab) -> Findings:
