@@ -8,9 +8,8 @@ import torch
 
 from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import SamplingParams, SamplingTransform, sample_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.sources import DraftModelSource
-from specdec.types import NO_NODE, Nodes
 
 from .support import (
     VOCAB,
@@ -98,26 +97,6 @@ def test_nodes_beyond_the_models_positions_get_count_zero():
     np.testing.assert_allclose(candidates.probs[3], expected[0], atol=1e-12)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), TEMPERATE])
-def test_sampled_candidates_are_those_of_the_keyed_draws(sampling):
-    """The distribution handed out is the one sampled from: the bug class of HF #47932."""
-    source, state = DraftModelSource(runner=make_runner(MODEL), sample=True), make_state(seed=5)
-    request = open_request(state, source, make_request(7, [3, 4, 5], sampling=sampling))
-    request.tree.append(np.array([0]), np.array([6]), np.array([-1.0]))
-    got = expand(state, source, {7: [0, 1]}, 3)
-    assert got.probs is not None
-    for row, slot in enumerate((0, 1)):
-        probs = np.asarray(SamplingTransform(sampling).proposal_probs(fresh_logits(request, slot)))
-        np.testing.assert_allclose(got.probs[row], probs[0], atol=1e-12)
-        position = np.array([3 + slot])
-        uniforms = np.stack(
-            [state.draws.uniform(7, position, Purpose.DRAFT, j) for j in range(3)], axis=1
-        )
-        tokens, _, counts = sample_candidates(probs, 3, uniforms)
-        assert got.counts[row] == counts[0]
-        assert (got.tokens[row, : counts[0]] == tokens[0, : counts[0]]).all()
-
-
 def test_guess_draw_puts_the_draft_at_the_targets_draw_first():
     source = DraftModelSource(runner=make_runner(MODEL), guess_draw=True, guess_spread=None)
     state = make_state(seed=2)
@@ -148,11 +127,3 @@ def test_guess_draw_puts_the_draft_at_the_targets_draw_first():
 def test_guess_draw_needs_match():
     with pytest.raises(ValueError, match="verifier=match"):
         DraftModelSource(runner=make_runner(MODEL), guess_draw=True, sample=True)
-
-
-def test_only_live_nodes_can_be_expanded():
-    source, state = DraftModelSource(runner=make_runner(MODEL)), make_state()
-    open_request(state, source, make_request(1, [3, 4]))
-    with pytest.raises(AssertionError, match="not in the tree"):
-        source.expand(state, Nodes(((1, np.array([55])),)), 2)
-    assert NO_NODE == -1

@@ -15,29 +15,6 @@ def places(text, piece):
     return [i for i in range(len(text) - len(piece) + 1) if text[i : i + len(piece)] == piece]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_automaton_knows_every_substring(seed):
-    """Presence, number of occurrences and the latest one, for all substrings, after each token."""
-    rng = np.random.default_rng(seed)
-    automaton, text = SuffixAutomaton(), []
-    for token in rng.integers(0, 2 + seed, 40).tolist():
-        automaton.append(token)
-        text.append(token)
-        start = int(rng.integers(0, len(text)))
-        for stop in range(start + 1, len(text) + 1):
-            piece, state = text[start:stop], 0
-            for t in piece:
-                state = automaton.next[state][t]
-            found = places(text, piece)
-            assert automaton.count[state] == len(found)
-            assert automaton.last[state] == found[-1] + len(piece) - 1
-        absent = [*text[-3:], 99]
-        state, length = 0, 0
-        for t in absent:
-            state, length = automaton.advance(state, length, t, 1000)
-        assert (state, length) == (0, 0)
-
-
 @pytest.mark.parametrize("max_match", [1, 3, 100])
 def test_matches_are_the_longest(max_match):
     """Along any path, the match is the longest suffix that occurs in the text before it."""
@@ -107,8 +84,3 @@ def test_confidence_follows_the_outcomes():
     got = expand(state, source, {1: [0], 2: [0]}, 1)
     assert np.exp(got.logprobs[0, 0]) > 0.95
     assert got.counts[1] == 0 or np.exp(got.logprobs[1, 0]) < 0.2
-
-
-def test_bad_bounds_are_refused():
-    with pytest.raises(ValueError, match="min_match=5"):
-        PromptLookupSource(min_match=5, max_match=3)

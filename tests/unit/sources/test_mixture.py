@@ -77,11 +77,6 @@ def test_later_sources_are_called_only_where_earlier_ones_are_not_confident():
     assert never.asked == []
 
 
-def test_nodes_without_any_proposal_have_count_zero():
-    got = ask(MixtureSource(sources=[NullSource(), NullSource()]), 3)
-    assert got.counts.tolist() == [0]
-
-
 def test_token_zero_is_not_confused_with_padding():
     a, b = Fixed([(0, 0.2)], [(4, 0.1)]), Fixed([(8, 0.3), (0, 0.1)], [])
     got = ask(MixtureSource(sources=[a, b]), 4, num_nodes=2)
