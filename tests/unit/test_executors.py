@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from specdec.certify.invariants import observation
 from specdec.certify.subject import Subject
@@ -18,42 +17,17 @@ from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.pipeline import StepCharges
 from specdec.executors.replicas import ReplicasExecutor
-from specdec.executors.stage import InFlight, row_items, split_layers, tree_row_index
+from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor
 from specdec.pairs import RandomPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
 from specdec.testing import check_executor
-from specdec.types import Batch, Commit, CommitKind, Output, PrefillChunk, TreeRows
+from specdec.types import Commit, Output
 from tests.matrix.cells import Cell, config, pair
 
 STOP = StopRules(max_new_tokens=14)
 TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
-
-
-def rows(request: int, ids: list[int], parents: list[int]) -> TreeRows:
-    """Rows of tokens that equal their ids."""
-    return TreeRows.within(
-        request=request,
-        prefix_len=4,
-        node_ids=np.array(ids),
-        tokens=np.array(ids),
-        parent_ids=np.array(parents),
-    )
-
-
-def commit(request: int, kept: list[int]) -> Commit:
-    return Commit(
-        request=request,
-        step=3,
-        kind=CommitKind.HIT,
-        retired_ids=np.array([0]),
-        retired_tokens=np.array([0]),
-        next_token=1,
-        root_id=1,
-        prefix_len=5,
-        kept_ids=np.array(kept),
-    )
 
 
 def test_layers_are_split_evenly_and_all_used() -> None:
@@ -61,23 +35,6 @@ def test_layers_are_split_evenly_and_all_used() -> None:
     assert split_layers(5, 3) == [(0, 2), (2, 4), (4, 5)]
     with pytest.raises(ValueError, match=r"executor\.stages=6"):
         split_layers(5, 6)
-
-
-def test_rows_in_flight_shrink_with_their_hidden_states() -> None:
-    chunk = PrefillChunk(request=1, start=0, tokens=np.array([7, 8]))
-    batch = Batch(
-        step=0, trees=(rows(1, [1, 2, 3], [-1, 1, 2]), rows(2, [5, 6], [-1, 5])), prefills=(chunk,)
-    )
-    assert tree_row_index(row_items(batch)).tolist() == [2, 3, 4, 5, 6]
-    flight = InFlight(batch, hidden=torch.arange(7.0)[:, None])
-    flight.prune({1: commit(1, [1, 3, 9])})
-    assert flight.hidden is not None
-    assert flight.hidden[:, 0].tolist() == [0, 1, 2, 4, 5, 6], "row of node 2 must go, no other"
-    assert flight.batch.trees[0].node_ids.tolist() == [1, 3]
-    assert flight.batch.trees[1].node_ids.tolist() == [5, 6], "a miss of one disturbs no other"
-    flight.prune({}, frozenset([2]))
-    assert flight.hidden[:, 0].tolist() == [0, 1, 2, 4]
-    assert [t.request for t in flight.batch.trees] == [1]
 
 
 @pytest.mark.slow
