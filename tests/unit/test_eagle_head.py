@@ -209,6 +209,9 @@ def broken(tmp_path: Path, change: str) -> EagleHead:
     save_head(head, tmp_path)
     path = tmp_path / "model.safetensors"
     tensors, config = load_file(path), json.loads((tmp_path / "config.json").read_text())
+    if change == "config":
+        (tmp_path / "config.json").unlink()
+        return head
     if change == "pickle":
         path.rename(tmp_path / "pytorch_model.bin")
         return head
@@ -243,6 +246,7 @@ def broken(tmp_path: Path, change: str) -> EagleHead:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("config", "no config.json"),
         ("pickle", "pytorch_model.bin only, a pickle.*convert it where you trust it: python -c"),
         ("damaged", "is damaged"),
         ("missing", "layers.0.mlp.up_proj.weight'\\] are missing"),
@@ -273,13 +277,6 @@ def test_the_printed_command_converts_a_pickle(tmp_path: Path) -> None:
     source = str(caught.value).split('python -c "')[1].rstrip('"')
     exec(source, {})
     assert load(tmp_path, head).config == head.config
-
-
-def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder"):
-        HeadFiles(tmp_path / "nothing")
-    with pytest.raises(UserError, match=r"no config\.json"):
-        HeadFiles(tmp_path)
 
 
 def bundled_target_head() -> EagleHead:

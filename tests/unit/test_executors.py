@@ -13,13 +13,11 @@ from specdec.certify.invariants import observation
 from specdec.certify.subject import Subject
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.clocks.meter import Meter
-from specdec.errors import UserError
 from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.pipeline import StepCharges
 from specdec.executors.replicas import ReplicasExecutor
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor
-from specdec.pairs import RandomPair
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
 from specdec.testing import check_executor
@@ -72,13 +70,6 @@ def test_a_node_is_answered_latency_steps_later_and_time_adds_up() -> None:
         pass
     gaps = np.diff(emitted)
     assert np.allclose(gaps, 3 * (10.0 + 1.0) * 1e-3), "3 stages, each 10 + 1 ms"
-
-
-def test_more_stages_than_layers_is_refused() -> None:
-    values = config(Cell("none", "root_only", "match", "pipeline", "greedy"))
-    values["executor"]["stages"] = 9
-    with pytest.raises(UserError, match=r"executor\.stages=9"):
-        PartsRunner(cfg=values, pair=RandomPair(), stop=STOP)
 
 
 class Faulty(LocalExecutor):
