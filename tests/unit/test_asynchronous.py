@@ -14,7 +14,6 @@ from experiments.open.time_laws import amusd_time, pearl_time, ssd_hit_rate, ssd
 from specdec.compose.workbench import Parts, Workbench, build
 from specdec.pairs import build_pair
 from specdec.state import RequestState
-from specdec.types import Batch, Output
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
@@ -73,19 +72,6 @@ def test_pearl_takes_the_time_of_its_law(
     )
     law = pearl_time(alpha=alpha, gamma=gamma, target=target, draft=draft)
     assert time == pytest.approx(law, rel=BOUND)
-
-
-def test_pearl_pre_verifies_after_a_miss_and_post_verifies_after_a_hit() -> None:
-    """Rows of each pass: the root alone, or the gamma tokens of the round before."""
-    parts = build("pearl", one_class_bench(0.7, 10.0, 2.0), gamma=4)
-    rows, kinds = submitted_nodes(parts), list[str]()
-    for commits in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
-        kinds += [commit.kind for commit in commits]
-    assert rows[0] == 1
-    wanted = {"miss": 1, "hit": 4}
-    middle = slice(0, -3)  # the last chains are cut at the end of the text
-    assert rows[1:][middle] == [wanted[kind] for kind in kinds][:-1][middle]
-    assert {*kinds} == {*wanted}
 
 
 def test_gamma_is_the_ratio_of_pass_times() -> None:
@@ -149,35 +135,6 @@ def test_the_fan_out_is_the_best_for_its_law(alpha: float, power: float) -> None
             moved[source] -= 3
             moved[to] += 3
             assert missed(moved) >= missed(best) - 1e-12
-
-
-def test_an_outcome_needs_no_drafting_and_a_miss_gamma_passes() -> None:
-    """Draft passes of a round: gamma + 1 beside the target, and gamma before it after a miss."""
-    gamma = 4
-    parts = build("ssd", one_class_bench(0.7, 10.0, 2.0), gamma=gamma)
-    passes: list[int] = []
-    submit, counters = parts.executor.submit, parts.source.counters
-    collect = parts.executor.collect
-
-    def submitting(batch: Batch) -> None:
-        passes.append(counters.passes)
-        submit(batch)
-
-    def collecting(**keys: bool) -> Output:
-        passes.append(counters.passes)
-        return collect(**keys)
-
-    parts.executor.submit = submitting  # type: ignore[method-assign]
-    parts.executor.collect = collecting  # type: ignore[method-assign]
-    steps = parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)])
-    kinds = [commit.kind for commits in steps for commit in commits]
-    before = [passes[0], *np.subtract(passes[2::2], passes[1:-1:2]).tolist()]
-    beside = np.subtract(passes[1::2], passes[::2]).tolist()
-    needed = {"miss": gamma, "hit": 0}
-    middle = slice(0, -4)
-    assert before[middle] == [gamma, *(needed[kind] for kind in kinds[:-1])][middle]
-    assert {*beside[middle]} == {gamma + 1}
-    assert {*kinds} == {*needed}
 
 
 # AMUSD.

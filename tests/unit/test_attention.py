@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 import torch
 
 from specdec.attention import backends
@@ -32,31 +30,6 @@ def test_two_level_without_the_cpu_kernel():
     assert (out - expected).abs().max() < 1e-13
     assert (kernel - expected).abs().max() < 1e-13
     assert (kernel_lse - lse).abs().max() < 1e-13
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("kind", ["dense", "two_level"])
-def test_packed_requests_equal_single_ones(family, kind):
-    """Requests in one ragged pass do not see each other (SpecPipe-DB's batches)."""
-    model = random_model(family, dtype="float64", num_layers=2, options={"sliding_window": 6})
-    runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
-    sizes = [(9, 7), (2, 1), (20, 3)]
-    alone, together = [], []
-    for seed, (prefix, nodes) in enumerate(sizes):
-        rows = grown(runner, runner.new_cache(8), seed=seed, prefix=prefix, nodes=nodes)
-        alone.append(runner.forward([rows]).logits)
-        rows = grown(runner, runner.new_cache(8), seed=seed, prefix=prefix, nodes=nodes)
-        together.append(rows)
-    empty = runner.new_cache(1).rows()
-    packed = runner.forward([together[0], empty, *together[1:]])
-    assert (packed.logits - torch.cat(alone)).abs().max() < 1e-12
-    again = [
-        grown(runner, runner.new_cache(8), seed=seed, prefix=prefix, nodes=nodes)
-        for seed, (prefix, nodes) in enumerate(sizes)
-    ]
-    wanted = np.array([8, 0, 3])
-    some = runner.forward(again, logits_rows=wanted)
-    assert (some.logits - packed.logits[wanted]).abs().max() < 1e-12
 
 
 def test_two_level_is_taken(monkeypatch):

@@ -47,16 +47,6 @@ class TestRun:
         assert len(engine.runs) == 1
         assert "complete already" in capsys.readouterr().out
 
-    def test_an_interrupted_run_is_gone_on_with(self, engine) -> None:
-        engine.failing = {"speculative"}
-        with pytest.raises(RuntimeError, match="planted"):
-            main(["run", RANDOM, "output_dir=out"])
-        assert status_of(Path("out")) == "failed"
-        engine.failing = set()
-        assert main(["run", RANDOM, "output_dir=out"]) == 0
-        assert len(engine.runs) == 2
-        assert status_of(Path("out")) == "ok"
-
     def test_two_processes_do_not_share_a_folder(self, engine, capsys) -> None:
         """Both took the folder for an interrupted run, and wrote every prompt's line twice."""
         Path("out").mkdir()

@@ -316,24 +316,6 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     assert totals.draft_hidden_s == pytest.approx(0.010)
 
 
-@pytest.mark.parametrize(
-    ("policy", "executor", "share"),
-    [("chain", "local", 0.0), ("specpipe", "pipeline", 1.0)],
-)
-def test_serial_drafting_hides_nothing_and_levels_are_drafted_beside_longer_steps(
-    policy: str, executor: str, share: float
-) -> None:
-    values = config(Cell("draft_model", policy, "match", executor, "t06"))
-    prompts = [TokenPrompt(3, np.array([3, 1, 4])), TokenPrompt(9, np.array([2]))]
-    found, totals = run({**values, "clock": clock_section("simulated")}, prompts)
-    assert totals.draft_total_s == pytest.approx(1e-3 * totals.draft_passes)
-    row = summarise(found, totals)
-    assert row["draft_hidden_share"] == pytest.approx(share)
-    found, totals = run({**values, "clock": {"kind": "measured"}}, prompts)
-    assert totals.draft_total_s == pytest.approx(totals.model_s["draft"])
-    assert summarise(found, totals)["draft_hidden_share"] is None
-
-
 @pytest.mark.parametrize("kind", ["simulated", "paced", "measured"])
 def test_drafting_with_the_targets_own_layers_is_drafting_on_every_clock(kind: str) -> None:
     """It was none where draft work was told by its kind or its model's name: a free draft."""

@@ -8,16 +8,14 @@ import pytest
 
 from experiments.open.time_laws import dsi_time
 from specdec.certify.certify import certify
-from specdec.clocks import SimulatedClock, Timeline
-from specdec.compose.workbench import Workbench, build, compose
+from specdec.compose.workbench import build, compose
 from specdec.config.hydra import compose_config
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.executors import replicas
 from specdec.executors.replicas import ReplicasExecutor
 from tests import toys
-from tests.laws import one_class, one_class_bench, submitted_nodes
-from tests.states import new_request
+from tests.laws import one_class_bench
 from tests.unit.test_asynchronous import decoded
 
 pytestmark = pytest.mark.slow
@@ -38,22 +36,6 @@ def test_one_copy_does_not_keep_the_law() -> None:
     bench = one_class_bench(0.8, 10.0, 2.0)
     time, _ = decoded(build("dsi", bench, lookahead=2, replicas=1), num_requests=2)
     assert time > 1.2 * dsi_time(alpha=0.8, lookahead=2, target=10.0, draft=2.0)
-
-
-def test_copies_work_at_the_same_time_and_answers_overtake() -> None:
-    clock = SimulatedClock(toys.profile(10.0, 2.0), timeline=Timeline())
-    parts = build("dsi", Workbench(one_class(0.9), clock=clock), lookahead=1, replicas=4)
-    sizes = submitted_nodes(parts)
-    for _ in parts.decode(parts.new_state(), [new_request(1, (1,), 200)]):
-        pass
-    assert {*sizes} <= {0, 1, 2}  # nothing, a root, a block, or both
-    assert clock.timeline is not None
-    spans = [span for span in clock.timeline.take() if span.kind == "stage"]
-    assert {span.rank for span in spans} == {1, 2, 3, 4}
-    most = max(
-        sum(s.start_s <= span.start_s < s.start_s + s.seconds for s in spans) for span in spans
-    )
-    assert most == 4
 
 
 def test_it_is_certified() -> None:

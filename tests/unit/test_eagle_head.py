@@ -308,16 +308,6 @@ def test_the_memory_of_a_rank_that_drafts_is_counted(tmp_path: Path) -> None:
         assert with_head - without == 2 * expected
 
 
-def test_a_strategy_without_a_head_says_what_to_give(tmp_path: Path) -> None:
-    pair = build_pretrained(target="bundled:target")
-    with pytest.raises(UserError, match=r"model\.eagle_head=FOLDER"):
-        pair.artefact(EagleRunner, version=3, meter=Meter())
-    save_head(eagle.random_head(eagle.config("eagle3")), tmp_path)
-    wrong = build_pretrained(target="bundled:target", eagle_head=str(tmp_path))
-    with pytest.raises(UserError, match="states of size 16, but"):
-        wrong.artefact(EagleRunner, version=3, meter=Meter())
-
-
 def test_a_head_is_fitted_to_models_first_made_where_nothing_is_trained() -> None:
     """Whatever asked for the models first: here text of the draft, and the head while decoding."""
     pair = RandomPair(**{**toys.MODEL, "num_layers": 2, "draft_layers": 1})

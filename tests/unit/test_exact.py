@@ -172,22 +172,6 @@ def test_numbers_of_rows_that_differ_are_not_used():
     assert proved_counts([_operator(by_number)], SETTING) == (8, 16, 32, 64)
 
 
-def test_proofs_are_cached_by_setting():
-    calls = []
-
-    def counted(rows, start):
-        calls.append(len(rows))
-        return rows
-
-    operator = _operator(counted, "counted")
-    proved_counts([operator], SETTING)
-    done = len(calls)
-    proved_counts([operator], SETTING)
-    assert len(calls) == done
-    proved_counts([operator], Setting(torch.float32, torch.device("cpu"), 2))
-    assert len(calls) == 2 * done
-
-
 def test_proofs_on_disk_serve_another_process(tmp_path, monkeypatch):
     """Not for another processor, other variables of a library, or an operator of the user's."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))

@@ -11,18 +11,14 @@ import pytest
 
 from specdec.certify.invariants import observation
 from specdec.certify.subject import Subject
-from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
-from specdec.clocks.meter import Meter
 from specdec.executors import LocalExecutor, PipelineExecutor
-from specdec.executors.pipeline import StepCharges
 from specdec.executors.replicas import ReplicasExecutor
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor
-from specdec.runs.runners import PartsRunner, TokenPrompt
-from specdec.state import DecodeState, StopRules
+from specdec.state import StopRules
 from specdec.testing import check_executor
 from specdec.types import Commit, Output
-from tests.matrix.cells import Cell, config, pair
+from tests.matrix.cells import Cell, config
 
 STOP = StopRules(max_new_tokens=14)
 TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
@@ -45,30 +41,6 @@ def test_every_cache_equals_a_fresh_forward_after_every_step(policy: str, execut
     seen = observation(Subject(values))
     assert [*seen.caches, *seen.trees, *seen.rows, seen.error] == [None]
     assert seen.num_entries > 200, "the check must have had entries to look at"
-
-
-def test_a_node_is_answered_latency_steps_later_and_time_adds_up() -> None:
-    """Plain PP: N steps per token, each costing one stage and one transfer."""
-    profile = LatencyProfile(
-        name="test",
-        costs={
-            "stage": CostCurve(tokens=(1,), ms=(10.0,)),
-            "transfer": CostCurve(tokens=(1,), ms=(1.0,)),
-        },
-    )
-    values = config(Cell("none", "root_only", "match", "pipeline", "greedy"))
-    values["batch_size"] = 1
-    runner = PartsRunner(cfg=values, pair=pair(), stop=STOP)
-    clock = SimulatedClock(profile)
-    runner.parts.executor._charges = StepCharges(clock, [1, 1, 1])  # type: ignore[attr-defined]
-    state = DecodeState(draws=runner.parts.draws, clock=clock, meter=Meter())
-    emitted: list[float] = []
-    for _ in runner.steps(
-        state, [TokenPrompt(0, np.array([1]))], lambda r: emitted.extend(r.emitted_s)
-    ):
-        pass
-    gaps = np.diff(emitted)
-    assert np.allclose(gaps, 3 * (10.0 + 1.0) * 1e-3), "3 stages, each 10 + 1 ms"
 
 
 class Faulty(LocalExecutor):

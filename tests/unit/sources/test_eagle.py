@@ -20,13 +20,10 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
 from specdec.interfaces import TreePolicy
 from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import sampled_text
-from specdec.models.slicing import hidden_states
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sources import EagleSource, MixtureSource, RandomSource
-from specdec.state import DecodeState, RequestState
+from specdec.state import RequestState
 from specdec.testing import TablePair
-from specdec.types import Candidates, Nodes
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.staged import StagedSource
 from tests import eagle, toys
@@ -208,22 +205,6 @@ def test_wrong_layers_change_the_acceptance_and_not_the_output() -> None:
     assert right > 1.2 * accepted(built(reading(head, (2, 1, 0)), levels(), 4))
 
 
-def test_layers_off_by_one_cost_acceptance() -> None:
-    """sum(min(target, draft)), the share of sampled tokens that is accepted, on other text."""
-    head = eagle.trained_head(3)
-    tokens = sampled_text(toys.pair().target, 64, 20, seed=5)
-    found = {}
-    for layers in ((0, 1, 2), (0, 0, 1)):
-        other = reading(head, layers)
-        states = other.states(eagle.features(other, tokens)[:, :-1])
-        logits = other.logits(other(tokens[:, 1:], states, torch.arange(states.shape[1])[None]))
-        _, target = hidden_states(toys.pair().target, tokens, ())
-        both = torch.minimum(logits.softmax(-1), target[:, 1:].softmax(-1))
-        found[layers] = float(both.sum(-1).mean())
-    assert found[0, 1, 2] > found[0, 0, 1] + 0.02
-    assert found[0, 1, 2] > 0.7
-
-
 def test_nodes_of_other_sources_are_computed_level_by_level() -> None:
     """In a mixture the ancestors of a node may be another source's proposals."""
     head = eagle.trained_head(3)
@@ -246,27 +227,6 @@ def test_what_does_not_fit_is_refused() -> None:
         )
     with pytest.raises(UserError, match="does not give"):
         bench.parts(source=source_of(bench), policy=Chain(gamma=2), verifier=RejectionVerifier())
-
-
-def test_a_pass_computes_each_node_once() -> None:
-    """Serially: each expanded node, and each token that the target has accepted since."""
-    parts = built(eagle.trained_head(3), Chain(gamma=3))
-    expanded = 0
-    expand = parts.source.expand
-
-    def noting(state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        nonlocal expanded
-        found = expand(state, nodes, k)
-        expanded += int((found.counts > 0).sum())
-        return found
-
-    parts.source.expand = noting  # type: ignore[method-assign]
-    (case,) = CASES[:1]
-    found = decode_cases(parts, [case])[case.id]
-    counters = parts.source.counters
-    assert counters.rows - counters.catch_up_rows == expanded
-    drafted_from = len(case.prompt) - 2 + found.accepted
-    assert drafted_from - 4 <= counters.catch_up_rows <= drafted_from
 
 
 def test_sampled_candidates_keep_the_law_of_the_target() -> None:

@@ -108,13 +108,6 @@ def test_mixture_of_distributions_is_exact():
     assert (got.origins[0] == larger).all()
 
 
-def test_counters_are_sums():
-    source = MixtureSource(sources=[Fixed([(5, 0.6)]), Fixed([(6, 0.5)])])
-    ask(source, 2)
-    assert (source.counters.passes, source.counters.rows) == (2, 4)
-    assert source.counters.by_level == {"fixed": 2}
-
-
 def test_counts_that_a_source_adds_in_commit_are_included():
     """An exit head's passes are known when they come back, after the step's last expand."""
     late = Fixed([(5, 0.6)])

@@ -138,31 +138,6 @@ def type_nodes(state, wanted):
     return Nodes(tuple((i, state.requests[i].tree.ids[slots]) for i, slots in wanted.items()))
 
 
-def test_rows_are_distinct_scratch_nodes_and_catch_up():
-    inner = make_draft()
-    computed = []
-    ask = inner.expand
-
-    def watched(state, nodes, k):
-        computed.append(len(nodes))
-        return ask(state, nodes, k)
-
-    inner.expand = watched  # type: ignore[method-assign]
-    staged = StagedSource(draft=inner, cheap=NGramSource(katz=KATZ))
-    drive(staged, Chain(gamma=6), sampling=SamplingParams())
-    assert inner.counters.rows == sum(computed) + inner.counters.catch_up_rows
-    assert staged.counters.rows == inner.counters.rows
-    assert staged.counters.by_level == {"draft": len(computed)}
-
-
-def test_levels_are_counted_separately():
-    staged = StagedSource(draft=make_draft(), cheap=cheap_sources()["staged"]())
-    drive(staged, Chain(gamma=6), sampling=SamplingParams())
-    levels = staged.counters.by_level
-    assert list(levels) == ["draft", "middle"]
-    assert sum(levels.values()) == staged.counters.passes
-
-
 def test_the_cheaper_source_expands_real_nodes():
     """``policies.StagedTree`` extends leaves by ``source.cheap``, in the ids of the real tree."""
     staged = StagedSource(draft=make_draft(), cheap=make_draft(name="middle", model=MIDDLE))
