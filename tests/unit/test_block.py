@@ -155,20 +155,6 @@ def test_dsparks_logits_and_confidence_are_the_papers() -> None:
     torch.testing.assert_close(head.confidence(rows, before), sure.sigmoid())
 
 
-def test_blocks_of_one_pass_do_not_see_each_other() -> None:
-    """As in training: N anchors in one pass equal N passes, and later context is not seen."""
-    target = target_model()
-    head = random_block("dspark", target)
-    tokens = torch.tensor([[5, 7, 9, 11, 2, 30, 31]])
-    features = hidden_states(target, tokens, head.config.names)[0]
-    anchors = torch.tensor([2, 3, 6])
-    together = head(tokens[:, anchors], anchors, head.context(features, torch.arange(7)))[0]
-    for row, anchor in zip(together, anchors.tolist(), strict=True):
-        context = head.context(features[:, :anchor], torch.arange(anchor))
-        alone = head(tokens[:, [anchor]], torch.tensor([anchor]), context)[0, 0]
-        torch.testing.assert_close(row, alone)
-
-
 # Files.
 
 

@@ -8,7 +8,7 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
-from specdec.models.runner import NO_ROWS, ModelRunner
+from specdec.models.runner import ModelRunner
 from specdec.types import NO_NODE, Commit, CommitKind, TreeRows
 
 
@@ -38,18 +38,6 @@ def test_root_cached_as_prefix(runner):
     runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 2))])
     cache.commit(_commit(retired=[0], kept=[1, 2], prefix_len=2))
     assert (cache.cached_len, cache.node_ids.tolist()) == (2, [1, 2])
-
-
-def test_truncate(runner):
-    """Truncation drops the tree and the tail."""
-    cache = runner.new_cache(4)
-    ids = np.arange(2)
-    runner.forward([cache.rows(prefix_tokens=np.array([4, 5, 6]))], logits_rows=NO_ROWS)
-    runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 3))])
-    assert cache.has(np.array([0, 1, 7])).tolist() == [True, True, False]
-    cache.truncate(2)
-    assert (cache.cached_len, cache.num_nodes) == (2, 0)
-    assert not cache.has(ids).any()
 
 
 def tree_of(ids, parents, prefix_len):

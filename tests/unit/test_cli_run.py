@@ -6,10 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -122,29 +119,6 @@ class TestCompare:
         assert main(["run", RANDOM, "output_dir=out"]) == 2
         assert "results of `specdec compare`, not of `specdec run`" in capsys.readouterr().err
         assert main([*self.WORDS[:2], "strategies=[ar,staged,mixture]", *self.WORDS[3:]]) == 2
-
-
-class TestLogger:
-    def test_wandb_is_offline_unless_asked(self, engine, monkeypatch) -> None:
-        inits, logged = [], []
-
-        class Run:
-            log, finish = staticmethod(logged.append), staticmethod(lambda: None)
-            summary: ClassVar[dict[str, object]] = {}
-
-            @staticmethod
-            def define_metric(name: str, **about: object) -> None: ...
-
-        fake = types.ModuleType("wandb")
-        fake.__spec__ = ModuleSpec("wandb", None)
-        fake.init = lambda **kwargs: inits.append(kwargs) or Run
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        engine.summary = {"strategy": "ar", "tokens_per_s": 3.0, "lossless": None}
-        engine.summary["acceptance_by_depth"] = {"1": 0.5}
-        assert main(["run", RANDOM, "strategy=ar", "logger=wandb", "output_dir=out"]) == 0
-        assert (inits[0]["mode"], inits[0]["name"], inits[0]["dir"]) == ("offline", "ar", "out")
-        assert Run.summary == {"tokens_per_s": 3.0}
-        assert logged == [{"depth": 1, "curve/acceptance_by_depth": 0.5}]
 
 
 def test_names_of_folders_are_safe_and_differ() -> None:

@@ -128,19 +128,6 @@ def test_work_begins_with_its_model_call_and_overhead_before_it_is_not_hidden(
     assert clock.now() == pytest.approx(0.078)
 
 
-def test_other_ranks_and_unpriced_work_cost_a_paced_clock_nothing(hands: Hands) -> None:
-    clock = PacedClock(PROFILE, rank=1, timeline=Timeline())
-    clock.charge(2, Work.STAGE, 5)
-    clock.charge(1, Work.STAGE, 0)
-    clock.start(1)
-    hands.work(2)
-    clock.charge(1, Work.PRUNE, 5)  # not in the profile: it takes the time that it takes
-    report = clock.report()
-    assert hands.slept == []
-    assert report.pieces == 0
-    assert [(s.kind, round(s.seconds, 6)) for s in report.spans] == [("prune", 0.002)]
-
-
 def test_a_paced_controller_ends_no_step_before_the_slowest_stage(hands: Hands) -> None:
     meter = Meter()
     clock = PacedClock(PROFILE, meter=meter)

@@ -123,21 +123,14 @@ class TestSchedule:
 
 
 class TestHeads:
-    @pytest.mark.parametrize(
-        ("kind", "matrix", "vocabulary"),
-        [("norm", "own", None), ("transformer", "shared", 20)],
-    )
-    def test_a_saved_head_computes_the_same_in_the_decoder(
-        self, kind: str, matrix: str, vocabulary: int | None, tmp_path: Path
-    ) -> None:
-        """Trained here, run there: the same logits within bfloat16 of the file."""
+    def test_a_saved_head_computes_the_same_in_the_decoder(self, tmp_path: Path) -> None:
+        """The same logits within bfloat16 of the file; heads with a block are in test_train.py."""
         target, layer = FrozenModel(saved_llama(tmp_path / "target", 3)), 1
-        ids = None if vocabulary is None else torch.arange(vocabulary) * 2 + 1
-        spec, output = ExitSpec(head=kind, layers=(layer,)), OutputOptions(matrix=matrix)
-        trained = ExitDrafter(target, spec, output, ids)
+        spec = ExitSpec(head="norm", layers=(layer,))
+        trained = ExitDrafter(target, spec, OutputOptions(matrix="own"), None)
         as_stored(trained)
         trained.save(tmp_path / "heads")
-        files = {"exit_head": kind, "exit_heads": str(tmp_path / "heads")}
+        files = {"exit_head": "norm", "exit_heads": str(tmp_path / "heads")}
         loaded = pretrained(tmp_path / "target", exit_layer=layer, **files)
         bench = Workbench(loaded)
         front = bench.make_first_stage(EarlyExitPlan.of_stages(loaded, 2), (layer,))
@@ -151,9 +144,7 @@ class TestHeads:
         head, stream = trained.heads[0], target.residuals(tokens, {layer})[layer]
         with torch.no_grad():
             expected = trained.outputs[0](head(head.inner(target, stream)[0, -1:]))[0]
-        found = logits[0] if ids is None else logits[0][ids]
-        assert torch.allclose(found, expected, atol=1e-3)
-        assert ids is None or int(logits[0].isfinite().sum()) == vocabulary
+        assert torch.allclose(logits[0], expected, atol=1e-3)
         with pytest.raises(UserError, match="specdec train exit"):
             loaded.artefact(HeadWeights, layer=2)
 

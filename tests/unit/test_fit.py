@@ -71,19 +71,18 @@ def test_one_class_is_the_geometric_law() -> None:
         assert model.tokens_per_pass(count) == pytest.approx(exact, rel=1e-9)
 
 
-@pytest.mark.parametrize("draft_tokens", [5, None])
-def test_prediction_is_that_of_drawn_passes(draft_tokens: int | None) -> None:
+def test_prediction_is_that_of_drawn_passes() -> None:
     """The exact value lies within four standard errors of 60 drawn requests.
 
     They are long, since the schedule begins with fewer draft tokens than it has later.
     """
     option = {**TRUE, **GROUPS, **DEPTH}
-    log = played(option, draft_tokens, prompts=60, length=1500)
+    log = played(option, None, prompts=60, length=1500)
     stripped = [replace(request, drafted=None) for request in log.requests]
     requests = with_draft_tokens(replace(log, requests=tuple(stripped)))
     for request, drawn in zip(requests, log.requests, strict=True):
         assert np.array_equal(request.drafted, drawn.drafted)
-        assert request.adaptive == (draft_tokens is None)
+        assert request.adaptive
     mean, error = measured(requests)
     assert abs(mean - predicted(model_of(option), requests)) < 4 * error
 

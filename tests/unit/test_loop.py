@@ -11,7 +11,7 @@ import pytest
 import specdec.state as state_module
 from specdec.compose.workbench import Parts, Workbench
 from specdec.pairs import RandomPair
-from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly, Static
+from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
 from specdec.state import RequestState, StopRules
@@ -21,7 +21,7 @@ from specdec.verifiers import MatchVerifier
 MAX_POSITIONS = 48
 PAIR = RandomPair(num_layers=3, vocab_size=24, max_positions=MAX_POSITIONS)
 T06 = SamplingParams(temperature=0.6, top_p=0.9, top_k=12)
-STRATEGIES = ["ar", "chain", "static", "best_first", "specpipe"]
+STRATEGIES = ["chain", "best_first", "specpipe"]
 
 
 @dataclass
@@ -43,7 +43,6 @@ def strategy(name: str) -> Parts:
     policies = {
         "ar": RootOnly(),
         "chain": Chain(gamma=4),
-        "static": Static(branching=[2, 2, 1]),
         "best_first": BestFirst(bs=8, w=2, d=3),
         "specpipe": FixedWidth(width=6, children=4, levels_per_step=1),
     }
