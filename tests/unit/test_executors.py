@@ -15,13 +15,9 @@ from specdec.executors import LocalExecutor, PipelineExecutor
 from specdec.executors.replicas import ReplicasExecutor
 from specdec.executors.stage import split_layers
 from specdec.interfaces import Executor
-from specdec.state import StopRules
 from specdec.testing import check_executor
 from specdec.types import Commit, Output
 from tests.matrix.cells import Cell, config
-
-STOP = StopRules(max_new_tokens=14)
-TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
 
 
 def test_layers_are_split_evenly_and_all_used() -> None:

@@ -1,47 +1,12 @@
-"""Prompt lookup against a search by hand; the suffix automaton against brute force."""
+"""Prompt lookup against a search by hand; its automaton is in test_suffix.py."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from specdec.sources import PromptLookupSource
-from specdec.sources.suffix import SuffixAutomaton
 
 from .support import commit, expand, make_request, make_state, open_request
-
-
-def places(text, piece):
-    return [i for i in range(len(text) - len(piece) + 1) if text[i : i + len(piece)] == piece]
-
-
-@pytest.mark.parametrize("max_match", [1, 3, 100])
-def test_matches_are_the_longest(max_match):
-    """Along any path, the match is the longest suffix that occurs in the text before it."""
-    rng = np.random.default_rng(7)
-    text = rng.integers(0, 3, 60).tolist()
-    automaton = SuffixAutomaton()
-    for token in text:
-        automaton.append(token)
-    state, length = automaton.suffix(max_match)
-    whole = list(text)
-    for token in [None, *rng.integers(0, 3, 30).tolist()]:
-        if token is not None:
-            whole.append(token)
-            state, length = automaton.advance(state, length, token, max_match)
-        inside = len(whole) == len(text)  # the suffix itself does not count as an earlier place
-        longest = max(
-            n
-            for n in range(min(max_match, len(whole)) + 1)
-            if n == 0 or len(places(text, whole[len(whole) - n :])) > inside
-        )
-        assert length == longest
-        follows = {
-            text[i + length]
-            for i in places(text, whole[len(whole) - length :])
-            if i + length < len(text)
-        }
-        assert set(automaton.next[state]) == follows
 
 
 def test_continuations_of_the_longest_match_come_first():
@@ -84,3 +49,10 @@ def test_confidence_follows_the_outcomes():
     got = expand(state, source, {1: [0], 2: [0]}, 1)
     assert np.exp(got.logprobs[0, 0]) > 0.95
     assert got.counts[1] == 0 or np.exp(got.logprobs[1, 0]) < 0.2
+
+
+def test_matches_are_at_most_max_match_long():
+    """After 3 alone came 4 and, more recently, 5."""
+    source, state = PromptLookupSource(max_match=1), make_state()
+    open_request(state, source, make_request(1, [1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3]))
+    assert expand(state, source, {1: [0]}, 2).tokens[0].tolist() == [5, 4]
