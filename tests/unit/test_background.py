@@ -171,45 +171,6 @@ DRAFT, EARLY, TARGET = EventKind.DRAFT, EventKind.EARLY, EventKind.TARGET
 
 
 class TestBackgroundOnPlannedTime:
-    def test_passes_follow_each_other_and_never_begin_before_they_are_started(self) -> None:
-        state = state_of(SimulatedClock(PROFILE))
-        source = Background(source=Source(), free_rank=DRAFT_RANK)
-        due = [source.start(state, nodes(i), 1).due_s for i in (1, 2)]
-        assert due == pytest.approx([0.003, 0.006])
-        state.clock.wait_until(0.004)
-        assert source.start(state, nodes(1), 1).due_s == pytest.approx(0.009), "after the others"
-        state.clock.wait_until(0.020)
-        assert source.start(state, nodes(1), 1).due_s == pytest.approx(0.023), "from now"
-
-    def test_a_result_is_there_when_the_pass_has_ended_and_not_before(self) -> None:
-        state = state_of(SimulatedClock(PROFILE))
-        source = Background(source=Source(), free_rank=DRAFT_RANK)
-        ticket = source.start(state, nodes(1), 2)
-        state.clock.wait_until(0.0029)
-        assert source.poll(ticket) is None
-        state.clock.wait_until(0.003)
-        found = source.poll(ticket)
-        assert found is not None
-        assert found.tokens.tolist() == [[10, 11]]
-        with pytest.raises(KeyError):
-            source.poll(ticket)
-
-    def test_expand_waits_for_the_passes_before_it_and_for_its_own(self) -> None:
-        state = state_of(SimulatedClock(PROFILE))
-        source = Background(source=Source(), free_rank=DRAFT_RANK)
-        ticket = source.start(state, nodes(1), 2)
-        assert source.expand(state, nodes(2), 2).tokens.tolist() == [[10, 11]]
-        assert state.clock.now() == pytest.approx(2 * PASS_S)
-        assert source.poll(ticket) is not None
-
-    def test_the_draft_has_its_own_rank_on_the_clock(self) -> None:
-        clock = SimulatedClock(PROFILE)
-        state, source = state_of(clock), Background(source=Source(), free_rank=DRAFT_RANK)
-        source.start(state, nodes(1), 2)
-        clock.charge(CONTROLLER, Work.DRAFT, 1)  # the controller works meanwhile
-        assert dict(clock.busy_s) == pytest.approx({DRAFT_RANK: PASS_S, CONTROLLER: PASS_S})
-        assert not clock.busy(DRAFT_RANK)
-
     def test_paced_passes_end_at_their_planned_times(self) -> None:
         state, source = state_of(PacedClock(PROFILE)), Source()
         events = LoopEvents(state, Background(source=source, free_rank=DRAFT_RANK), Silent())  # type: ignore
@@ -358,46 +319,6 @@ class TestSimulatedEvents:
         ]  # fmt: skip
         assert events.running == []
 
-    def test_at_one_time_drafts_are_first_and_the_target_is_last(self) -> None:
-        state, _, events = simulated(PASS_S, [(PASS_S, early_output(0))])
-        events.start(nodes(1), 2)
-        assert drain(state, events, 4) == [(DRAFT, 3.0), (EARLY, 3.0), (TARGET, 3.0), (TARGET, 3.0)]
-
-    def test_what_happened_while_the_policy_was_busy_is_kept(self) -> None:
-        state, _, events = simulated(0.002, [(0.001, early_output(0))])
-        tickets = [events.start(nodes(1), 2), events.start(nodes(2), 2)]
-        state.clock.wait_until(0.008)
-        found = [events.next() for _ in range(4)]
-        assert found[:2] == [Event(DRAFT, ticket) for ticket in tickets], "as they began"
-        assert [event.kind for event in found[2:]] == [EARLY, TARGET]
-        assert state.clock.now() == 0.008
-
-    def test_a_pass_may_outlive_its_step(self) -> None:
-        state, _, events = simulated(0.002)
-        ticket = events.start(nodes(0), 2)
-        assert drain(state, events, 1) == [(TARGET, 2.0)]
-        assert events.running == [ticket]
-        assert not state.requests[7].tree.expanded.any()
-        events._executor._at = 0.004  # the next step
-        assert drain(state, events, 2) == [(DRAFT, 3.0), (TARGET, 4.0)]
-        assert state.requests[7].tree.expanded[0]
-
-    def test_candidates_are_stored_where_their_nodes_live(self) -> None:
-        state, _, events = simulated(0.010)
-        tree = state.requests[7].tree
-        ticket = events.start(nodes(1, 2), 3)
-        tree.reroot(1)  # node 2 is pruned while the pass runs
-        assert not tree.expanded.any()
-        assert events.next() == Event(DRAFT, ticket)
-        assert (tree.ids.tolist(), tree.expanded.tolist()) == ([1], [True])
-        assert tree.candidate_tokens.tolist() == [[10, 11, 12]]
-
-    def test_a_pass_over_a_closed_request_is_dropped(self) -> None:
-        state, _, events = simulated(0.010)
-        events.start(nodes(1, 2), 3)
-        del state.requests[7]
-        assert drain(state, events, 2) == [(DRAFT, 3.0), (TARGET, 10.0)]
-
     def test_early_states_go_to_the_tree_and_exits_to_the_source(self) -> None:
         output = early_output(0, 2, 99)
         state, source, events = simulated(0.010, [(0.001, output)])
@@ -415,20 +336,6 @@ class TestSimulatedEvents:
         found = [events.next() for _ in range(3)]
         assert found == [Event(DRAFT, first), Event(DRAFT, second), Event(TARGET)]
         assert state.clock.now() == 2 * PASS_S
-
-    def test_drafting_is_marked_as_such(self) -> None:
-        state, source, events = simulated()
-        marks: list[bool] = []
-        right = source.expand
-
-        def noting(view: DecodeState, asked: Nodes, k: int) -> Candidates:
-            marks.append(view.clock.drafting and view.meter.drafting)
-            return right(view, asked, k)
-
-        source.expand = noting  # type: ignore[method-assign]
-        events.start(nodes(1), 2)
-        assert marks == [True]
-        assert not state.clock.drafting
 
     def test_a_part_that_is_due_and_silent_is_an_error_and_no_hang(self) -> None:
         state, _, events = simulated(0.002)

@@ -39,13 +39,6 @@ def test_session_times_are_those_from_a_call_to_the_next():
     assert row.after[draft] == pytest.approx([0.2])
 
 
-def test_a_runtime_of_another_process_has_no_session_calls():
-    row = Row()
-    row.add([])
-    assert row.session_s == 0.0
-    assert not row.after
-
-
 def test_the_share_of_plain_decoding_is_of_the_same_run(capsys):
     plain, other = Row(tokens=100, passes=100, seconds=2.0), Row(tokens=90, passes=30, seconds=1.0)
     plain.session_s, plain.in_session[1], plain.after[1] = 1.0, 1.0, [1e-4]

@@ -17,7 +17,6 @@ from tests.matrix.cells import PROMPTS, Cell, base, config
 NUM_TOKENS = 4
 CELLS = [
     Cell("none", "root_only", "match", "local", "greedy"),
-    Cell("draft_model", "best_first", "match", "local", "greedy"),
     Cell("draft_model", "static", "match", "pipeline", "greedy"),
 ]
 

@@ -6,10 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -47,16 +44,6 @@ class TestRun:
         assert len(engine.runs) == 1
         assert "complete already" in capsys.readouterr().out
 
-    def test_an_interrupted_run_is_gone_on_with(self, engine) -> None:
-        engine.failing = {"speculative"}
-        with pytest.raises(RuntimeError, match="planted"):
-            main(["run", RANDOM, "output_dir=out"])
-        assert status_of(Path("out")) == "failed"
-        engine.failing = set()
-        assert main(["run", RANDOM, "output_dir=out"]) == 0
-        assert len(engine.runs) == 2
-        assert status_of(Path("out")) == "ok"
-
     def test_two_processes_do_not_share_a_folder(self, engine, capsys) -> None:
         """Both took the folder for an interrupted run, and wrote every prompt's line twice."""
         Path("out").mkdir()
@@ -86,26 +73,14 @@ class TestRun:
 class TestSweep:
     SWEEP = ("run", "-m", RANDOM, "strategy=ar,best_first", "seed=0,13", "output_dir=sweep")
 
-    def names(self) -> list[str]:
-        return sorted(p.name for p in Path("sweep").iterdir() if p.is_dir())
-
-    @pytest.mark.slow
-    def test_one_folder_per_combination_named_by_it(self, engine) -> None:
-        assert main(list(self.SWEEP)) == 0
-        assert self.names() == [
-            f"strategy={s},seed={n}" for s in ("ar", "best_first") for n in (0, 13)
-        ]
-        for config, folder in engine.runs:
-            assert folder.name == f"strategy={config['strategy']['name']},seed={config['seed']}"
-        records = json.loads(Path("sweep/sweep.json").read_text(encoding="utf-8"))
-        assert [r["status"] for r in records] == ["ok"] * 4
-        assert not list(Path("sweep").rglob(".hydra")), "config.yaml is the run's only record"
-
     @pytest.mark.slow
     def test_it_resumes_and_goes_on_after_failures(self, engine, capsys) -> None:
         engine.failing = {"ar"}
         assert main(list(self.SWEEP)) == 1
-        assert len(engine.runs) == 4, "a failed job must not end the sweep"
+        assert [folder.name for _, folder in engine.runs] == [
+            f"strategy={s},seed={n}" for s in ("ar", "best_first") for n in (0, 13)
+        ], "a failed job must not end the sweep"
+        assert not list(Path("sweep").rglob(".hydra")), "config.yaml is the run's only record"
         assert "2 run, 0 complete before, 2 failed" in capsys.readouterr().out
         assert status_of(Path("sweep/strategy=ar,seed=0")) == "failed"
         engine.failing = set()
@@ -144,40 +119,6 @@ class TestCompare:
         assert main(["run", RANDOM, "output_dir=out"]) == 2
         assert "results of `specdec compare`, not of `specdec run`" in capsys.readouterr().err
         assert main([*self.WORDS[:2], "strategies=[ar,staged,mixture]", *self.WORDS[3:]]) == 2
-
-
-class TestLogger:
-    def test_wandb_is_offline_unless_asked(self, engine, monkeypatch) -> None:
-        inits, logged = [], []
-
-        class Run:
-            log, finish = staticmethod(logged.append), staticmethod(lambda: None)
-            summary: ClassVar[dict[str, object]] = {}
-
-            @staticmethod
-            def define_metric(name: str, **about: object) -> None: ...
-
-        fake = types.ModuleType("wandb")
-        fake.__spec__ = ModuleSpec("wandb", None)
-        fake.init = lambda **kwargs: inits.append(kwargs) or Run
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        engine.summary = {"strategy": "ar", "tokens_per_s": 3.0, "lossless": None}
-        engine.summary["acceptance_by_depth"] = {"1": 0.5}
-        assert main(["run", RANDOM, "strategy=ar", "logger=wandb", "output_dir=out"]) == 0
-        assert (inits[0]["mode"], inits[0]["name"], inits[0]["dir"]) == ("offline", "ar", "out")
-        assert Run.summary == {"tokens_per_s": 3.0}
-        assert logged == [{"depth": 1, "curve/acceptance_by_depth": 0.5}]
-
-
-class TestTexts:
-    def test_cfg_prints_what_would_be_run(self, engine, capsys) -> None:
-        from omegaconf import OmegaConf
-
-        assert main(["run", "--cfg", RANDOM, "strategy=specpipe"]) == 0
-        assert OmegaConf.create(capsys.readouterr().out).policy.width == 64
-        assert main(["compare", "--cfg", RANDOM, "strategies=[ar]"]) == 0
-        assert not engine.runs
-        assert not engine.comparisons
 
 
 def test_names_of_folders_are_safe_and_differ() -> None:

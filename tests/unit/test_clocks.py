@@ -128,19 +128,6 @@ def test_work_begins_with_its_model_call_and_overhead_before_it_is_not_hidden(
     assert clock.now() == pytest.approx(0.078)
 
 
-def test_other_ranks_and_unpriced_work_cost_a_paced_clock_nothing(hands: Hands) -> None:
-    clock = PacedClock(PROFILE, rank=1, timeline=Timeline())
-    clock.charge(2, Work.STAGE, 5)
-    clock.charge(1, Work.STAGE, 0)
-    clock.start(1)
-    hands.work(2)
-    clock.charge(1, Work.PRUNE, 5)  # not in the profile: it takes the time that it takes
-    report = clock.report()
-    assert hands.slept == []
-    assert report.pieces == 0
-    assert [(s.kind, round(s.seconds, 6)) for s in report.spans] == [("prune", 0.002)]
-
-
 def test_a_paced_controller_ends_no_step_before_the_slowest_stage(hands: Hands) -> None:
     meter = Meter()
     clock = PacedClock(PROFILE, meter=meter)
@@ -314,24 +301,6 @@ def test_draft_work_beside_the_target_is_hidden(hands: Hands, kind: str) -> None
     totals = _since(before, clock, NoRanks())
     assert totals.draft_total_s == pytest.approx(0.016)
     assert totals.draft_hidden_s == pytest.approx(0.010)
-
-
-@pytest.mark.parametrize(
-    ("policy", "executor", "share"),
-    [("chain", "local", 0.0), ("specpipe", "pipeline", 1.0)],
-)
-def test_serial_drafting_hides_nothing_and_levels_are_drafted_beside_longer_steps(
-    policy: str, executor: str, share: float
-) -> None:
-    values = config(Cell("draft_model", policy, "match", executor, "t06"))
-    prompts = [TokenPrompt(3, np.array([3, 1, 4])), TokenPrompt(9, np.array([2]))]
-    found, totals = run({**values, "clock": clock_section("simulated")}, prompts)
-    assert totals.draft_total_s == pytest.approx(1e-3 * totals.draft_passes)
-    row = summarise(found, totals)
-    assert row["draft_hidden_share"] == pytest.approx(share)
-    found, totals = run({**values, "clock": {"kind": "measured"}}, prompts)
-    assert totals.draft_total_s == pytest.approx(totals.model_s["draft"])
-    assert summarise(found, totals)["draft_hidden_share"] is None
 
 
 @pytest.mark.parametrize("kind", ["simulated", "paced", "measured"])

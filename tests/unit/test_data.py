@@ -133,11 +133,6 @@ def test_text_is_split_at_blank_lines(tmp_path: Path) -> None:
     assert [p.source for p in prompts] == ["p.txt line 3", "p.txt line 6"]
 
 
-def test_jsonl_field_goes_deeper_with_dots(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", [{"a": {"b": ["x", "deep"]}}])
-    assert load_prompts(name="jsonl", path=path, field="a.b.1")[0].text == "deep"
-
-
 def test_fit_prompt_drops_the_oldest_tokens_and_counts_them() -> None:
     tokens, cut = fit_prompt(range(10), max_len=4)
     assert (tokens.tolist(), cut) == ([6, 7, 8, 9], 6)

@@ -18,6 +18,7 @@ from specdec.policies import Static
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sources import DraftModelSource
 from specdec.testing import TablePair
+from specdec.types import FloatArray
 from specdec.verifiers import RejectionVerifier, rejection
 from tests.laws import least_p_value
 
@@ -54,39 +55,22 @@ def test_rejection_sampling_keeps_the_law(
     assert p_value(branching, draft, stages) > FALSE_ALARM
 
 
-def _shared(purpose_of_tests: Purpose, siblings: bool) -> Callable[..., Any]:
-    honest = KeyedDraws.uniform
-
-    def uniform(self: Any, prompt_id: Any, positions: Any, purpose: Purpose, index: Any = 0) -> Any:
-        if purpose is Purpose.ACCEPT:
-            purpose, index = purpose_of_tests, index * (not siblings)
-        return honest(self, prompt_id, positions, purpose, index)
-
-    return uniform
+def _shared(
+    self: Any, prompt_id: Any, positions: Any, purpose: Purpose, index: Any = 0
+) -> FloatArray:
+    purpose = Purpose.DRAFT if purpose is Purpose.ACCEPT else purpose
+    return _HONEST(self, prompt_id, positions, purpose, index)
 
 
-FAULTS: dict[str, tuple[Any, str, Callable[..., Any], list[int], Any]] = {
-    "correction from the target": (
-        *(rejection, "_residual", lambda target, draft: target),
-        *([2, 2], OPPOSED_TABLE),
-    ),
-    "siblings not renormalised": (
-        *(rejection, "_without", lambda draft, token: draft),
-        *([3, 1], OPPOSED_TABLE),
-    ),
-    "candidate and test share a draw": (
-        *(KeyedDraws, "uniform", _shared(Purpose.DRAFT, siblings=False)),
-        *([2, 2], OPPOSED_TABLE),
-    ),
-    "siblings share a test": (
-        *(KeyedDraws, "uniform", _shared(Purpose.ACCEPT, siblings=True)),
-        *([3, 1], OVERCONFIDENT),
-    ),
+_HONEST = KeyedDraws.uniform
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "correction from the target": (rejection, "_residual", lambda target, draft: target),
+    "candidate and test share a draw": (KeyedDraws, "uniform", _shared),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, attribute, fault, branching, draft = FAULTS[name]
-    monkeypatch.setattr(owner, attribute, fault)
-    assert p_value(branching, draft) < FALSE_ALARM
+    """Others are in tests/planted/mutants.yaml."""
+    monkeypatch.setattr(*FAULTS[name])
+    assert p_value([2, 2]) < FALSE_ALARM

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.cli import doctor
 from specdec.cli.main import main
+from specdec.metrics.loops import repeated_ngrams
 from specdec.models.eagle_loading import HeadFiles, save_head
 from specdec.models.eagle_readings import accepted, load_reading, readings
 from specdec.models.frozen import FrozenModel
@@ -144,9 +145,12 @@ def test_accepted_tokens_are_those_of_drafting_one_by_one(
     lengths = [0] * 4
     with torch.no_grad():
         for tokens in trained[2]:
+            in_loop = repeated_ngrams(tokens[PROMPT:].tolist())
             streams = frozen.residuals(tokens[None], {layer + 1 for layer in own.config.layers})
             features = torch.cat([streams[layer + 1] for layer in own.config.layers], -1)
             for first in range(PROMPT - 2, LENGTH - 4):
+                if in_loop[first + 2 - PROMPT]:
+                    continue
                 states, known = head.states(features[:, : first + 1]), tokens[1 : first + 2]
                 right = 0
                 for step in range(3):
@@ -160,11 +164,9 @@ def test_accepted_tokens_are_those_of_drafting_one_by_one(
                     states = torch.cat([states, head.fed_back(outputs)], 1)
                 lengths[right] += 1
     runs = torch.cat(accepted(frozen, head, [(text, PROMPT) for text in trained[2]], 3))
-    assert len(runs) <= sum(lengths)
     outside = accepted(frozen, head, [(text[: PROMPT + 7], PROMPT) for text in trained[2]], 3)
     assert list(map(len, outside)) == [5] * 6, "no 8-gram of 7 tokens is a repetition"
-    if len(runs) == sum(lengths):
-        assert torch.bincount(runs, minlength=4).tolist() == lengths
+    assert torch.bincount(runs, minlength=4).tolist() == lengths
 
 
 def test_the_bundled_target_continues_prompts(

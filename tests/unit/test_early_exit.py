@@ -31,8 +31,7 @@ from specdec.models.slicing import final_norm
 from specdec.pairs.random import build_random
 from specdec.sampling.transform import SamplingParams
 from specdec.sources.early_exit import ppsd_law
-from specdec.state import StopRules
-from specdec.testing import Case, Oracle, RandomPair, Watch, decode_cases
+from specdec.testing import RandomPair
 from specdec.train.drafter import OutputOptions, as_stored
 from specdec.train.heads import ExitDrafter, ExitSpec
 from specdec.types import Nodes
@@ -44,25 +43,11 @@ pytestmark = pytest.mark.slow
 
 STAGE_S = 1.0
 PROFILE = LatencyProfile(name="unit", costs={"stage": CostCurve(tokens=(1,), ms=(1000 * STAGE_S,))})
-WARM = SamplingParams(temperature=0.7)
 SIZES = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 64, "seed": 3}
 
 
 def pair(num_layers: int = 4, exit_layer: int = 3, exit_head: str = "norm") -> RandomPair:
     return build_random(num_layers=num_layers, exit_layer=exit_layer, exit_head=exit_head, **SIZES)
-
-
-def cases(num: int = 3, tokens: int = 14) -> list[Case]:
-    stop = StopRules(max_new_tokens=tokens)
-    rules = [SamplingParams(), WARM, SamplingParams(temperature=0.9, no_repeat_ngram=2)]
-    return [Case(5 + i, "", tuple(range(2, 3 + 4 * i)), rules[i % 3], stop) for i in range(num)]
-
-
-def assert_equal_to_plain(models: RandomPair, parts: Parts, batch_size: int = 2) -> None:
-    oracle = Oracle(models.target, seed=parts.draws.seed)
-    found = decode_cases(parts, cases(), batch_size=batch_size, prefill_chunk=3)
-    for case in cases():
-        assert found[case.id].output == oracle.decode(case).output
 
 
 class TestLaws:
@@ -78,30 +63,6 @@ class TestLaws:
             deep = laws.eq6_speedup(alpha, 3, 24)
             assert ppsd_law(3, 24, 8).speedup(alpha) == pytest.approx(deep)
         assert ppsd_law(6, 24, 8).speedup(0.5) == pytest.approx(24 / (3 + 12))
-
-
-class TestOncePerLayer:
-    def test_eesd_passes_every_row_through_every_layer_once(self) -> None:
-        """Drafted rows are not computed again, and every submitted row passes the rest."""
-        watch = Watch()
-        keys = {"num_layers": 4, "exit_layer": 2, **SIZES}
-        models = build_random(**keys)
-        watch.pair(models)
-        parts = build("eesd", Workbench(models, seed=1), gamma=3)
-        state = parts.new_state()
-        watch.parts(parts, state)
-        with torch.inference_mode():
-            for _ in parts.decode(state, [case.request() for case in cases(2)]):
-                pass
-        assert not any(shadow.repeated for shadow in watch.shadows)
-        front = [s for s in watch.shadows if s.runner.first_layer == 0]
-        rest = [s for s in watch.shadows if s.runner.first_layer == 2]
-        assert len(front) == len(rest) == 2
-        for before, after in zip(front, rest, strict=True):
-            assert before.nodes.keys() == after.nodes.keys()  # the last draft token included
-        assert sum(s.node_rows for s in rest) == parts.executor.counters.rows
-        drafted = parts.source.counters.rows
-        assert 0 < drafted < sum(s.node_rows for s in front)
 
 
 def simulated(
@@ -120,7 +81,7 @@ def simulated(
 
 
 class TestSchedule:
-    @pytest.mark.parametrize(("exit_layer", "stages"), [(2, 4), (4, 4), (6, 8), (3, 3)])
+    @pytest.mark.parametrize(("exit_layer", "stages"), [(4, 4), (3, 3)])
     def test_a_hit_costs_the_steps_of_a_draft_and_a_miss_the_whole_way(
         self, exit_layer: int, stages: int
     ) -> None:
@@ -131,9 +92,9 @@ class TestSchedule:
         size = exit_layer if stages == ceil(8 / exit_layer) else 8 / stages
         assert set(Counter(steps.tolist())) == {exit_layer / size * STAGE_S, stages * STAGE_S}
 
-    @pytest.mark.parametrize("lock_step", [False, True])
     @pytest.mark.parametrize(
-        ("stage", "head", "leave", "send"), [(4.18, 0.68, 1.72, 0), (4, 1, 2, 1)]
+        ("stage", "head", "leave", "send", "lock_step"),
+        [(4.18, 0.68, 1.72, 0, False), (4, 1, 2, 1, True)],
     )
     def test_free_running_follows_its_closed_form(
         self, stage: float, head: float, leave: float, send: float, lock_step: bool
@@ -152,7 +113,6 @@ class TestSchedule:
         assert set(steps.round(6).tolist()) == {round(cost, 6) for cost in costs}
         assert parts.clock.busy_s is not None
         assert parts.clock.busy_s[1] <= times[-1]  # passes that never ran are not counted
-        assert_equal_to_plain(models, parts)
 
     def test_a_round_of_eesd_costs_gamma_e_plus_n(self) -> None:
         """The denominator of Eq. 4, in stages of E layers."""
@@ -163,36 +123,28 @@ class TestSchedule:
 
 
 class TestHeads:
-    @pytest.mark.parametrize("kind", ["transformer", "norm"])
-    @pytest.mark.parametrize(("matrix", "vocabulary"), [("own", None), ("shared", 20)])
-    def test_a_saved_head_computes_the_same_in_the_decoder(
-        self, kind: str, matrix: str, vocabulary: int | None, tmp_path: Path
-    ) -> None:
-        """Trained here, run there: the same logits within bfloat16 of the file."""
+    def test_a_saved_head_computes_the_same_in_the_decoder(self, tmp_path: Path) -> None:
+        """The same logits within bfloat16 of the file; heads with a block are in test_train.py."""
         target, layer = FrozenModel(saved_llama(tmp_path / "target", 3)), 1
-        ids = None if vocabulary is None else torch.arange(vocabulary) * 2 + 1
-        spec, output = ExitSpec(head=kind, layers=(layer,)), OutputOptions(matrix=matrix)
-        trained = ExitDrafter(target, spec, output, ids)
+        spec = ExitSpec(head="norm", layers=(layer,))
+        trained = ExitDrafter(target, spec, OutputOptions(matrix="own"), None)
         as_stored(trained)
         trained.save(tmp_path / "heads")
-        files = {"exit_head": kind, "exit_heads": str(tmp_path / "heads")}
+        files = {"exit_head": "norm", "exit_heads": str(tmp_path / "heads")}
         loaded = pretrained(tmp_path / "target", exit_layer=layer, **files)
         bench = Workbench(loaded)
         front = bench.make_first_stage(EarlyExitPlan.of_stages(loaded, 2), (layer,))
-        case = cases(1)[0]
-        request = case.request()
+        request = new_request(5, (2,), 14)
         front.open(request.id, request.num_prompt + request.stop.max_new_tokens)
         parts = build("eesd", bench, gamma=1)
         state = parts.new_state()
         state.requests[request.id] = request
         _, logits = front.logits(state, Nodes(((request.id, request.tree.ids[:1]),)))
-        tokens = torch.tensor([case.prompt])
+        tokens = torch.tensor([[2]])
         head, stream = trained.heads[0], target.residuals(tokens, {layer})[layer]
         with torch.no_grad():
             expected = trained.outputs[0](head(head.inner(target, stream)[0, -1:]))[0]
-        found = logits[0] if ids is None else logits[0][ids]
-        assert torch.allclose(found, expected, atol=1e-3)
-        assert ids is None or int(logits[0].isfinite().sum()) == vocabulary
+        assert torch.allclose(logits[0], expected, atol=1e-3)
         with pytest.raises(UserError, match="specdec train exit"):
             loaded.artefact(HeadWeights, layer=2)
 

@@ -80,7 +80,7 @@ def texts(tmp_path_factory):
     return file, rows
 
 
-@pytest.mark.parametrize("strategy", ["ar", "prompt_lookup", "suffix"])
+@pytest.mark.parametrize("strategy", ["ar", "suffix"])
 def test_the_target_writes_the_given_text(texts, strategy):
     file, rows = texts
     pair, results, summary = run([f"strategy={strategy}", f"model.texts={file}"])

@@ -56,19 +56,6 @@ def test_a_page_shows_each_example_as_it_is_in_its_file(page: str) -> None:
         assert code == (EXAMPLES / name).read_text(encoding="utf-8"), f"{page}: {name}"
 
 
-def test_config_dir_finds_classes_beside_the_tree(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing on the module path but what --config-dir puts there."""
-    kept = [entry for entry in sys.path if Path(entry or ".").resolve() != EXAMPLES]
-    monkeypatch.setattr(sys, "path", kept)
-    for name in ("careful", "echo"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    words = ["--cfg", "--config-dir", str(EXAMPLES / "conf"), "strategy=careful", "model=random"]
-    assert main(["run", *words]) == 0
-    assert "careful.Careful" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_an_executor_can_tell_the_warm_up(
     beside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

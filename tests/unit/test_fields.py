@@ -18,7 +18,6 @@ from specdec.config.options import options, own_values
 from specdec.parts.build import build_part
 from specdec.parts.fields import (
     Count,
-    PositiveShare,
     Share,
     errors_of,
     expects,
@@ -50,15 +49,12 @@ class Handle:
     ("hint", "good", "bad", "message"),
     [
         (Count, [1, 7], [0, -1, 1.0, 1.5, True, "3", None], "a whole number of at least 1"),
-        (Width, [1, 7], [0, 3.0, True, "3"], "greater than or equal to 1"),
         (Count | None, [1, None], [0, "1"], "a whole number of at least 1"),
         (Share, [0, 0.5, 1], [-0.1, 1.1, NAN, True, "0.5"], "it must be at least 0 and at most 1"),
-        (PositiveShare, [0.1, 1], [0, 2, NAN], "it must be above 0 and at most 1"),
         (Annotated[float, Field(gt=-1)], [0, 5.5], [-1, NAN, INF], "greater than -1"),
         (float, [1, 1.5], [NAN, INF, True, "1"], "it should be a"),
         (Sequence[Count], [[1], (1, 2), []], [[1, 0], 3, "113", [True]], "key"),
         (tuple[int, ...], [[1], (1, 2), []], [[1.0], "113"], "key"),
-        (list[Share], [[0.5], (0, 1)], [[2], 0.5], "key"),
         (Count | Literal["soon"], [2, "soon"], [0, "late"], "at least 1 or it should be 'soon'"),
         (Literal["a", "b"], ["a", "b"], ["c", 1], "'a' or 'b'"),
         (Mode, ["fast", Mode.EXACT], ["slow", 1], "'fast' or 'exact'"),

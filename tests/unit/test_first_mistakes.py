@@ -16,12 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("strategy", "names"),
-    [
-        ("prompt_lookup", "PromptLookupSource copies"),
-        ("suffix", "SuffixSource copies"),
-        ("mixture", "PromptLookupSource copies"),
-        ("adaptive", "SuffixSource copies"),
-    ],
+    [("mixture", "PromptLookupSource copies"), ("suffix", "SuffixSource copies")],
 )
 def test_methods_that_copy_text_say_that_synthetic_tokens_have_none(
     strategy: str, names: str

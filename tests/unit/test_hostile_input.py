@@ -16,51 +16,11 @@ import numpy as np
 import pytest
 
 from specdec.cli.main import main
-from specdec.files import parse_json, parse_yaml
-
-DEEP = "[" * 100_000 + "]" * 100_000
-DIGITS = "1" * 6001
-
-JSON = {"deep": DEEP, "digits": f"[{DIGITS}]", "binary": b"\xff\xfe\0"}
-YAML = {
-    "a: 1\nb: !own 3\n": "line 2",
-    "a:\n\tb: 1\n": "line 2",
-    "a: \x01\n": "#x0001",
-    f"a: {DIGITS}\n": "4300 digits",
-    "a: " + "[" * 500 + "]" * 500: "nested",
-    "a: !!timestamp x\n": "date",
-}
-RESULTS = {"null": "null", "list": "[1]", "number": "3", "deep": DEEP, "digits": f"[{DIGITS}]"}
-
-
-def refused(
-    capsys: pytest.CaptureFixture[str], words: list[str], *named: str, before: int = 0
-) -> None:
-    """Asserts exit status 2 and one line, after ``before`` lines of progress."""
-    assert main(words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == before + 1, lines
-    assert lines[-1].startswith("specdec: ")
-    assert len(lines[-1]) < 700
-    for name in named:
-        assert name in lines[-1]
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize("kind", JSON)
-def test_one_reader_refuses_all_kinds(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"nested|digits|UTF-8"):
-        parse_json(JSON[kind])
-
-
-@pytest.mark.parametrize("text", YAML, ids=range(len(YAML)))
-def test_the_reader_of_yaml_says_where(text: str) -> None:
-    with pytest.raises(ValueError, match=YAML[text]):
-        parse_yaml(text)
 
 
 def test_the_coldest_temperature_is_still_finite() -> None:
@@ -77,15 +37,14 @@ def test_the_coldest_temperature_is_still_finite() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RESULTS)
-def test_a_folder_is_not_complete(
-    kind: str, engine: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_not_complete(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", "model=random", "strategies=[ar]", "output_dir=c"]
     assert main(words) == 0
     capsys.readouterr()
-    Path("c/comparison.json").write_text(RESULTS[kind])
-    refused(capsys, words, "comparison.json is damaged", "delete it")
+    Path("c/comparison.json").write_text("null")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "comparison.json is damaged" in line
     Path("c/comparison.json").unlink()
     assert main(words) == 0
     assert len(engine.comparisons) == 2

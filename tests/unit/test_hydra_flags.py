@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
 from specdec import Decoder, UserError
 from specdec.cli.arguments import read_values
@@ -20,56 +18,27 @@ from specdec.report.results import row_name, swept_values
 
 RANDOM = "model=random"
 EXPERIMENT = """# @package _global_
-defaults:
-  - override /strategy: ar
 seed: 7
-hydra:
-  mode: {mode}
-  sweeper:
-    params:
-      max_new_tokens: 3,4
+hydra: {mode: MULTIRUN, sweeper: {params: {max_new_tokens: "3,4"}}}
 """
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "tree" / "experiment").mkdir(parents=True)
-    for name, mode in (("table", "MULTIRUN"), ("single", "RUN")):
-        path = tmp_path / "tree" / "experiment" / f"{name}.yaml"
-        path.write_text(EXPERIMENT.format(mode=mode), encoding="utf-8")
+    (tmp_path / "tree").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict]:
+@pytest.mark.slow
+def test_the_sweep_of_an_experiment_runs(engine, elsewhere: Path) -> None:
+    (elsewhere / "tree" / "experiment").mkdir()
+    (elsewhere / "tree" / "experiment" / "table.yaml").write_text(EXPERIMENT, encoding="utf-8")
+    words = ["-cd", "tree", "+experiment=table", "output_dir=out", "hydra/sweeper=basic"]
     assert main(["run", RANDOM, *words]) == 0
-    assert not Path("outputs").exists()
-    return [d for d in yaml.safe_load_all(capsys.readouterr().out) if d is not None]
-
-
-class TestCfg:
-    def test_a_sweep_shows_every_job_and_runs_none(self, capsys) -> None:
-        jobs = printed(capsys, "-m", "--cfg", "job", "policy.gamma=2,4", "seed=range(2)")
-        assert [(j["policy"]["gamma"], j["seed"]) for j in jobs] == [(2, 0), (2, 1), (4, 0), (4, 1)]
-
-
-class TestExperiment:
-    @pytest.mark.parametrize("flags", [["+experiment=table"], ["-m", "+experiment=single"]])
-    def test_its_sweep_is_shown(self, flags: list[str], capsys) -> None:
-        jobs = printed(capsys, "--cfg", "--config-dir=tree", *flags)
-        assert [job["max_new_tokens"] for job in jobs] == [3, 4]
-
-    @pytest.mark.slow
-    def test_its_sweep_runs(self, capsys, monkeypatch) -> None:
-        seen = []
-        monkeypatch.setattr(
-            "specdec.cli.sweep.execute", lambda job, folder: seen.append((job.config, folder.name))
-        )
-        words = ["-cd", "tree", "+experiment=table", "output_dir=out", "hydra/sweeper=basic"]
-        assert main(["run", RANDOM, *words]) == 0
-        assert [name for _, name in seen] == ["max_new_tokens=3", "max_new_tokens=4"]
-        assert all(config["seed"] == 7 for config, _ in seen)
+    assert [f.name for _, f in engine.runs] == ["max_new_tokens=3", "max_new_tokens=4"]
+    assert all(config["seed"] == 7 for config, _ in engine.runs)
 
 
 def test_jobs_of_a_sweep_find_the_profiles_of_a_tree(engine, elsewhere: Path) -> None:
@@ -112,34 +81,6 @@ class Keys:
 def test_every_command_reads_keys_in_the_grammar_of_hydra(words, counts, name) -> None:
     folders, keys = read_values(["runs/seed=1", *words], Keys, "one folder")
     assert (folders, keys) == (["runs/seed=1"], Keys(counts, name))
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["a", "counts=0"], "counts[0]=0 cannot be used: it must be a whole number of at least 1"),
-        (["a", "nmae=b"], "did you mean name"),
-        (["a", "name=("], "put values with special characters in quotes"),
-        (["a", "b"], "give one folder, not 2"),
-    ],
-)
-def test_every_command_names_the_word_that_it_refuses(words, named: str) -> None:
-    with pytest.raises(UserError, match=re.escape(named)):
-        read_values(words, Keys, "one folder")
-
-
-class TestTargets:
-    """Nothing that a ``_target_`` names is called unless it has the methods of its Protocol."""
-
-    def test_in_a_job_file_of_a_worker(self, capsys) -> None:
-        words = ["strategy=specpipe", "executor.transport=distributed", "executor.stages=2"]
-        (config,) = printed(capsys, "--cfg", *words)
-        for group in ("source", "policy", "verifier", "executor", "clock", "model", "serving"):
-            node = {**config[group], "_target_": "subprocess.Popen", "args": ["touch", "X"]}
-            Path("job.yaml").write_text(yaml.safe_dump({**config, group: node}), encoding="utf-8")
-            assert main(["worker", "job.yaml", "out"]) == 2
-            assert f"{group}._target_=subprocess.Popen" in capsys.readouterr().err
-        assert not Path("X").exists()
 
 
 @pytest.mark.slow

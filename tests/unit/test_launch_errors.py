@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.runs.jobs import note_levels_on_one_stage
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "verify", "profile", "reproduce"])
+@pytest.mark.parametrize("command", ["run", "reproduce"])
 def test_torchrun_of_a_command_that_starts_its_own_ranks(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

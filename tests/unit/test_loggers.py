@@ -13,6 +13,7 @@ import pytest
 import specdec.runs.jobs
 from specdec.cli.loggers import log_results
 from specdec.cli.main import main
+from specdec.config.options import options, own_values
 from specdec.errors import UserError
 from specdec.interfaces import Logger
 from specdec.trace.recorder import Judgement
@@ -33,7 +34,7 @@ def test_wandb_logs_offline(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody answers
     monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = {"kind": "wandb", "project": "specdec", "mode": "offline"}
+    logger = own_values(options("logger")["wandb"])
     lines = (comparison / "requests.jsonl").read_text(encoding="utf-8").splitlines()
     named = [json.dumps({**json.loads(line), "prompt": "set/0"}) + "\n" for line in lines]
     (comparison / "requests.jsonl").write_text("".join(named), encoding="utf-8")

@@ -32,7 +32,6 @@ from strategies.staged import StagedSource
 from .support import (
     VOCAB,
     expand,
-    make_onnx_runner,
     make_request,
     make_runner,
     make_state,
@@ -87,17 +86,6 @@ def test_candidates_depend_on_the_tokens_up_to_the_node(
     name: str, sampling: SamplingParams
 ) -> None:
     assert check_source(PATH_SOURCES[name], vocab_size=VOCAB, sampling=sampling) > 20
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_the_same_in_onnx_runtime(sample: bool) -> None:
-    pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
-    runner = make_onnx_runner()
-
-    def make() -> DraftModelSource:
-        return DraftModelSource(runner=runner, sample=sample)
-
-    assert check_source(make, vocab_size=VOCAB, tolerance=1e-5)
 
 
 def holders(source: object, request_id: int) -> list[str]:

@@ -1,70 +1,12 @@
-"""Prompt lookup against a search by hand; the suffix automaton against brute force."""
+"""Prompt lookup against a search by hand; its automaton is in test_suffix.py."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from specdec.sources import PromptLookupSource
-from specdec.sources.suffix import SuffixAutomaton
 
 from .support import commit, expand, make_request, make_state, open_request
-
-
-def places(text, piece):
-    return [i for i in range(len(text) - len(piece) + 1) if text[i : i + len(piece)] == piece]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_automaton_knows_every_substring(seed):
-    """Presence, number of occurrences and the latest one, for all substrings, after each token."""
-    rng = np.random.default_rng(seed)
-    automaton, text = SuffixAutomaton(), []
-    for token in rng.integers(0, 2 + seed, 40).tolist():
-        automaton.append(token)
-        text.append(token)
-        start = int(rng.integers(0, len(text)))
-        for stop in range(start + 1, len(text) + 1):
-            piece, state = text[start:stop], 0
-            for t in piece:
-                state = automaton.next[state][t]
-            found = places(text, piece)
-            assert automaton.count[state] == len(found)
-            assert automaton.last[state] == found[-1] + len(piece) - 1
-        absent = [*text[-3:], 99]
-        state, length = 0, 0
-        for t in absent:
-            state, length = automaton.advance(state, length, t, 1000)
-        assert (state, length) == (0, 0)
-
-
-@pytest.mark.parametrize("max_match", [1, 3, 100])
-def test_matches_are_the_longest(max_match):
-    """Along any path, the match is the longest suffix that occurs in the text before it."""
-    rng = np.random.default_rng(7)
-    text = rng.integers(0, 3, 60).tolist()
-    automaton = SuffixAutomaton()
-    for token in text:
-        automaton.append(token)
-    state, length = automaton.suffix(max_match)
-    whole = list(text)
-    for token in [None, *rng.integers(0, 3, 30).tolist()]:
-        if token is not None:
-            whole.append(token)
-            state, length = automaton.advance(state, length, token, max_match)
-        inside = len(whole) == len(text)  # the suffix itself does not count as an earlier place
-        longest = max(
-            n
-            for n in range(min(max_match, len(whole)) + 1)
-            if n == 0 or len(places(text, whole[len(whole) - n :])) > inside
-        )
-        assert length == longest
-        follows = {
-            text[i + length]
-            for i in places(text, whole[len(whole) - length :])
-            if i + length < len(text)
-        }
-        assert set(automaton.next[state]) == follows
 
 
 def test_continuations_of_the_longest_match_come_first():
@@ -109,6 +51,8 @@ def test_confidence_follows_the_outcomes():
     assert got.counts[1] == 0 or np.exp(got.logprobs[1, 0]) < 0.2
 
 
-def test_bad_bounds_are_refused():
-    with pytest.raises(ValueError, match="min_match=5"):
-        PromptLookupSource(min_match=5, max_match=3)
+def test_matches_are_at_most_max_match_long():
+    """After 3 alone came 4 and, more recently, 5."""
+    source, state = PromptLookupSource(max_match=1), make_state()
+    open_request(state, source, make_request(1, [1, 2, 3, 4, 9, 2, 3, 5, 8, 1, 2, 3]))
+    assert expand(state, source, {1: [0]}, 2).tokens[0].tolist() == [5, 4]

@@ -77,11 +77,6 @@ def test_later_sources_are_called_only_where_earlier_ones_are_not_confident():
     assert never.asked == []
 
 
-def test_nodes_without_any_proposal_have_count_zero():
-    got = ask(MixtureSource(sources=[NullSource(), NullSource()]), 3)
-    assert got.counts.tolist() == [0]
-
-
 def test_token_zero_is_not_confused_with_padding():
     a, b = Fixed([(0, 0.2)], [(4, 0.1)]), Fixed([(8, 0.3), (0, 0.1)], [])
     got = ask(MixtureSource(sources=[a, b]), 4, num_nodes=2)
@@ -111,13 +106,6 @@ def test_mixture_of_distributions_is_exact():
     assert got.origins is not None
     larger = (parts[0] / 3 < 2 * parts[1] / 3)[got.tokens[0]]
     assert (got.origins[0] == larger).all()
-
-
-def test_counters_are_sums():
-    source = MixtureSource(sources=[Fixed([(5, 0.6)]), Fixed([(6, 0.5)])])
-    ask(source, 2)
-    assert (source.counters.passes, source.counters.rows) == (2, 4)
-    assert source.counters.by_level == {"fixed": 2}
 
 
 def test_counts_that_a_source_adds_in_commit_are_included():

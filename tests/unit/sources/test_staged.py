@@ -138,31 +138,6 @@ def type_nodes(state, wanted):
     return Nodes(tuple((i, state.requests[i].tree.ids[slots]) for i, slots in wanted.items()))
 
 
-def test_rows_are_distinct_scratch_nodes_and_catch_up():
-    inner = make_draft()
-    computed = []
-    ask = inner.expand
-
-    def watched(state, nodes, k):
-        computed.append(len(nodes))
-        return ask(state, nodes, k)
-
-    inner.expand = watched  # type: ignore[method-assign]
-    staged = StagedSource(draft=inner, cheap=NGramSource(katz=KATZ))
-    drive(staged, Chain(gamma=6), sampling=SamplingParams())
-    assert inner.counters.rows == sum(computed) + inner.counters.catch_up_rows
-    assert staged.counters.rows == inner.counters.rows
-    assert staged.counters.by_level == {"draft": len(computed)}
-
-
-def test_levels_are_counted_separately():
-    staged = StagedSource(draft=make_draft(), cheap=cheap_sources()["staged"]())
-    drive(staged, Chain(gamma=6), sampling=SamplingParams())
-    levels = staged.counters.by_level
-    assert list(levels) == ["draft", "middle"]
-    assert sum(levels.values()) == staged.counters.passes
-
-
 def test_the_cheaper_source_expands_real_nodes():
     """``policies.StagedTree`` extends leaves by ``source.cheap``, in the ids of the real tree."""
     staged = StagedSource(draft=make_draft(), cheap=make_draft(name="middle", model=MIDDLE))
@@ -175,21 +150,3 @@ def test_the_cheaper_source_expands_real_nodes():
     got, expected = staged.cheap.expand(state, nodes, 2), alone.expand(state, nodes, 2)
     assert (got.tokens[:, :2] == expected.tokens).all()
     assert staged.counters.by_level["middle"] > 0
-
-
-def test_guesses_survive_a_miss_of_the_real_tree():
-    """The real tree restarts on a miss; the scratch tree has the new root if it was guessed."""
-    inner = make_draft()
-    staged, state = StagedSource(draft=inner, cheap=NGramSource(katz=KATZ)), make_state()
-    request = open_request(state, staged, make_request(1, [3, 4, 5]))
-    first = int(expand(state, staged, {1: [0]}, 1).tokens[0, 0])
-    guessed = KATZ.top([np.array([4, 5])], 2)[0][0].tolist()
-    token = next(t for t in guessed if t != first)
-    passes = inner.counters.passes
-    commit(state, [staged], 1, [], token)  # no node of the real tree carries it
-    assert len(request.tree) == 1
-    got = expand(state, staged, {1: [0]}, 3)
-    assert inner.counters.passes == passes
-    alone = make_draft()
-    alone.open(request)
-    assert (alone.expand(state, type_nodes(state, {1: [0]}), 3).tokens == got.tokens).all()
