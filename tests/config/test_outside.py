@@ -10,54 +10,10 @@ from pathlib import Path
 import pytest
 
 from specdec.cli.main import main
-from specdec.config.job import compose_comparison, run_job_of
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.testing import assert_lossless, certify_overrides
 from tests.config.outside import OUTSIDE, Outside, make_folder
-
-POLICY = '''
-from specdec.interfaces import TreePolicy
-
-
-class Greedy(TreePolicy):
-    """A policy of one's own."""
-
-    def __init__(self, *, runner: object = None, reach: int, shapes: list[int] | None = None):
-        raise AssertionError("checking a configuration must not build anything")
-
-    open = max_cached_nodes = select = overlap = commit = close = (lambda self, *args: None)
-'''
-PRESET = """# @package _global_
-# Mine.
-defaults:
-  - override /source: draft_model
-strategy: {name: mine, title: my own, kind: parts, baseline: false}
-"""
-
-
-@pytest.fixture
-def own_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mypolicies.py").write_text(POLICY, encoding="utf-8")
-    tree = tmp_path / "conf"
-    (tree / "strategy").mkdir(parents=True)
-    (tree / "policy").mkdir()
-    (tree / "strategy" / "mine.yaml").write_text(
-        PRESET.replace("draft_model\n", "draft_model\n  - override /policy: greedy\n"),
-        encoding="utf-8",
-    )
-    (tree / "policy" / "greedy.yaml").write_text(
-        "_target_: mypolicies.Greedy\nreach: 3\n", encoding="utf-8"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tree
-
-
-def test_run_and_compare_find_it(own_tree: Path) -> None:
-    job = run_job_of(["strategy=mine", "model=random", "policy.reach=5"], [own_tree])
-    assert job.config["policy"] == {"_target_": "mypolicies.Greedy", "reach": 5}
-    rows = compose_comparison(["strategies=[ar,mine]", "model=random"], [own_tree])
-    assert [job.name for job in rows.jobs] == ["ar", "mine"]
-
 
 SMALL = ["model=random", "data.limit=3", "max_new_tokens=12"]
 
@@ -84,15 +40,6 @@ def command(name: str, *words: str) -> int:
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.mark.slow
-def test_each_kind_runs(folder: Path, part: Outside) -> None:
-    assert command("run", *SMALL, *part.overrides, "output_dir=out") == 0
-    results = lines(folder / "out" / "requests.jsonl")
-    assert len(results) == 3
-    config = (folder / "out" / "config.yaml").read_text(encoding="utf-8")
-    assert f"_target_: {part.module}." in config
 
 
 @pytest.mark.slow

@@ -83,18 +83,6 @@ def test_fused_swiglu_in_a_runner(family):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@needs_triton
-def test_fused_modules_are_refused_for_unsupported_models():
-    with pytest.raises(UserError, match="has no gated units"):
-        _logits(random_model("gpt2", num_layers=1), execution=Execution(kernels="triton"))
-    model = random_model("llama", num_layers=1, options={"mlp_bias": True})
-    with pytest.raises(UserError, match="biased, quantised or transposed"):
-        _logits(model, execution=Execution(kernels="triton"))
-    model = random_model("llama", num_layers=1, options={"hidden_act": "gelu"})
-    with pytest.raises(UserError, match="its activation is"):
-        _logits(model, execution=Execution(kernels="triton"))
-
-
 @pytest.mark.parametrize(("first", "causal"), [(0, False), (1, False), (14, False), (14, True)])
 def test_flash_attention(first, causal, monkeypatch):
     """A tree's prefix and the merge, or all of a prompt's chunk.

@@ -35,7 +35,7 @@ from specdec.interfaces import TreePolicy
 from specdec.models.frozen import FrozenModel
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
-from specdec.policies import BestFirst, Chain, FixedWidth, Static
+from specdec.policies import Chain, FixedWidth, Static
 from specdec.sources import EarlyExitSource, RandomSource
 from specdec.state import RequestState
 from specdec.testing import TablePair, decode_cases
@@ -93,7 +93,6 @@ def built(models: Pair, policy: TreePolicy, stages: int | None = None) -> Parts:
 POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
     "static": (lambda: Static(branching=[3, 2, 1]), None),
     "deeper than there are heads": (lambda: Chain(gamma=HEADS + 2), None),
-    "best first": (lambda: BestFirst(bs=8, w=3, d=3, min_mass=0.0, min_prob=0.0), None),
     "static over stages": (lambda: Static(branching=[3, 2, 1]), 3),
     "levels over stages": (
         lambda: FixedWidth(width=4, children=3, levels_per_step=1, depth=None),
@@ -162,9 +161,10 @@ def test_sampled_candidates_keep_the_law() -> None:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("backend", ["eager", "onnx"])
-    @pytest.mark.parametrize("matrix", ["own", "shared"])
-    @pytest.mark.parametrize("vocabulary", [None, 20])
+    @pytest.mark.parametrize(
+        ("matrix", "vocabulary", "backend"),
+        [("own", None, "eager"), ("shared", 20, "eager"), ("own", 20, "onnx")],
+    )
     def test_saved_heads_compute_what_was_trained(
         self, matrix: str, vocabulary: int | None, backend: str, tmp_path: Path
     ) -> None:

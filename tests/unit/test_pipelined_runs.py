@@ -46,9 +46,8 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
 @pytest.mark.parametrize(
     ("alpha", "stages", "tokens", "draft", "cutoff", "recovery", "decay"),
     [
-        (0.8, 4, 2, 1.0, 0.1, 0.0, 0.0),
         (0.8, 6, 1, 1.0, 0.6, 0.15, 0.05),  # speculation pauses
-        pytest.param(0.6, 4, 3, 1.0, 0.7, 0.0, 0.05),  # and must wait
+        (0.6, 4, 3, 1.0, 0.7, 0.0, 0.05),  # and must wait
         pytest.param(
             0.9, 8, 3, 4.0, 0.1, 0.0, 0.0, marks=pytest.mark.exhaustive
         ),  # the draft is slower
@@ -118,10 +117,8 @@ def ranks(alpha: float) -> list[float]:
 @pytest.mark.parametrize(
     ("alpha", "stages", "segment", "nodes", "draft", "num_requests"),
     [
-        (0.5, 3, 4, 12, 1e-6, 8),
-        pytest.param(0.7, 3, 6, 40, 1e-6, 16, marks=pytest.mark.exhaustive),
         pytest.param(0.6, 4, 8, 40, 1e-6, 16, marks=pytest.mark.exhaustive),
-        pytest.param(0.6, 3, 6, 24, 0.5, 1),  # drafting between rounds
+        (0.6, 3, 6, 24, 0.5, 1),  # drafting between rounds
     ],
 )
 def test_flowspec_takes_the_time_of_its_law(

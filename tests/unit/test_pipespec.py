@@ -26,8 +26,6 @@ BOUND = 0.05
 NUM_REQUESTS = 20  # with 5 the mean itself is off by up to 5 %
 LAW_CASES = [  # chances of draft and middle model, times of target, middle model and draft
     (0.7, 0.9, 12.0, 3.0, 1.0),
-    pytest.param(0.5, 0.8, 20.0, 4.0, 1.0, marks=pytest.mark.exhaustive),
-    pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.exhaustive),
     pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.exhaustive),
 ]
 
@@ -97,14 +95,13 @@ def run(parts: Parts) -> RequestState:
     return one
 
 
-@pytest.mark.parametrize("least", [1, 4])
-def test_the_target_waits_for_as_many_tokens(least: int) -> None:
+def test_the_target_waits_for_as_many_tokens() -> None:
     bench = Workbench(synthetic(0.7, 0.9), clock=clock_of(12.0, 3.0, 1.0))
-    parts = build("pipespec", bench, least=least)
+    parts = build("pipespec", bench, least=4)
     sizes = submitted_nodes(parts)
     run(parts)
     rows = [size for size in sizes if size]
-    assert min(rows[:-4]) >= least  # a root after a hit may be among them, submitted before or not
+    assert min(rows[:-4]) >= 4  # a root after a hit may be among them, submitted before or not
 
 
 def test_the_middle_model_lifts_acceptance() -> None:

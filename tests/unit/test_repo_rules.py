@@ -155,9 +155,3 @@ def test_direct_dependencies_are_pinned() -> None:
     asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     names = {re.split(r"[<>=;\[ ]", item)[0].lower() for item in asked}
     assert names <= pinned
-
-
-def test_attributes_are_read_by_name_in_few_places() -> None:
-    """Base classes have defaults; ``getattr`` is for configurations and modules of other people."""
-    found = sum(f.read_text("utf-8").count("getattr(") for f in python_files("specdec"))
-    assert found <= 60

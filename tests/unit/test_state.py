@@ -10,7 +10,6 @@ import torch
 
 from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, DecodeState, Load, RequestState, StopRules
-from specdec.tree import TokenTree
 from specdec.types import (
     Answers,
     Candidates,
@@ -137,19 +136,6 @@ def test_a_commit_lists_retired_and_kept_nodes(hit):
     counters = request.counters
     assert (counters.accepted, counters.hits, counters.misses) == (2, hit, not hit)
     assert counters.path_lengths == {3: 1}
-
-
-def test_emitted_tokens_are_accepted_and_answers_before_cuts():
-    """The invariant of metrics for whole-tree answers, on random paths."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        state, request = one_request(StopRules(max_new_tokens=int(rng.integers(1, 20))))
-        while not request.finished:
-            path = rng.integers(10, 16, rng.integers(1, 6)).tolist()
-            commit_path(state, request, path, hit=bool(rng.integers(2)))
-        counters = request.counters
-        assert counters.accepted + counters.answers == len(request.output) + counters.cut_tokens
-        assert len(request.output) == request.stop.max_new_tokens
 
 
 def test_idle_steps_are_counted_by_cause():
@@ -293,15 +279,6 @@ def test_answers_of_pruned_nodes_and_closed_requests_are_dropped():
     assert request.tree.hidden.keys() == {3}
 
 
-def test_a_path_without_answers_cannot_be_committed():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11)
-    say(state, request, (0, 10), (2, 12))
-    verdict = Verdict(request=7, accepted_ids=np.array([1, 2]), next_token=12)
-    with pytest.raises(AssertionError, match="has no answer"):
-        state.commit([verdict])
-
-
 def test_a_commit_carries_the_hidden_states_of_retired_nodes():
     """Whether they came with the answers or before; ``early`` ones that all of them have."""
     state, request = one_request(StopRules(max_new_tokens=99))
@@ -391,25 +368,3 @@ def test_a_copy_keeps_the_present_trees_of_its_requests():
 
 
 # The tree.
-
-
-def test_target_probs_follow_their_nodes() -> None:
-    """Rows of nodes that were pruned before their answer came are dropped, like those after."""
-    tree = TokenTree(token=0, position=0, root_id=40)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    tree.append(np.array([1]), np.array([3]), np.full(1, -1.0))
-    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=4)
-    rows = Answers(request=0, node_ids=np.array([43, 42, 7, 41]), tokens=np.arange(4), probs=probs)
-    tree.set_answers(rows)
-    assert sorted(tree.target_probs) == [41, 42, 43]
-    assert np.array_equal(tree.target_probs[43], probs[0])
-    tree.reroot(1)
-    assert sorted(tree.target_probs) == [41, 43]
-    assert np.array_equal(tree.target_probs[41], probs[3])
-    assert tree.answers.tolist() == [3, 0]
-    tree.set_answers(rows)  # 42 is gone now
-    assert sorted(tree.target_probs) == [41, 43]
-    other = tree.copy()
-    tree.reset(token=1, position=1)
-    assert not tree.target_probs
-    assert sorted(other.target_probs) == [41, 43]

@@ -103,7 +103,7 @@ def test_padded_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_degrees(model_of("llama"), 2)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (12, 4), (6, 2), (7, 7), (25, 5)])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (25, 5)])
 def test_every_query_head_is_on_one_rank_with_its_key_value_head(heads: tuple[int, int]) -> None:
     num_heads, num_kv_heads = heads
     per_group = num_heads // num_kv_heads
@@ -125,11 +125,7 @@ def test_every_query_head_is_on_one_rank_with_its_key_value_head(heads: tuple[in
     ("heads", "size", "query", "key_value"),
     [
         ((64, 8), 6, 12, 3),  # 16 query heads, and two ranks without any, if groups stay whole
-        ((64, 8), 8, 8, 1),
         ((64, 8), 4, 16, 2),
-        ((64, 8), 3, 24, 3),
-        ((64, 8), 7, 12, 3),
-        ((32, 8), 6, 6, 3),
         ((40, 8), 3, 15, 3),
     ],
 )

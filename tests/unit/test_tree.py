@@ -330,24 +330,6 @@ def test_missing_ancestors_are_those_outside_a_cache() -> None:
         assert rows.tolist() == sorted(expected)
 
 
-def test_candidate_origins_follow_their_nodes() -> None:
-    """Origins of untaken candidates move with their parents, also beside unlabelled answers."""
-    tree = TokenTree(token=0, position=0)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    shape = (3, 2)
-    tokens, counts = np.arange(6).reshape(shape), np.full(3, 2)
-    labelled = Candidates(
-        tokens=tokens, logprobs=np.zeros(shape), counts=counts, origins=tokens + 10
-    )
-    tree.set_candidates(np.arange(3), labelled, slice(0, 3))
-    tree.reroot(2)
-    tree.take(np.array([0]), np.array([1]))
-    plain = Candidates(tokens=tokens, logprobs=np.zeros(shape), counts=counts)
-    tree.set_candidates(np.array([0]), plain, slice(0, 1))
-    tree.take(np.array([0]), np.array([0]))
-    assert tree.origins.tolist() == [0, 15, 0]
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     values=st.lists(st.sampled_from([0.0, -1.0, -2.5, -np.inf]), max_size=700),

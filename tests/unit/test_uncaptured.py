@@ -17,9 +17,7 @@ SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=d
 @pytest.mark.parametrize(
     "overrides, device, told",
     [
-        ([], "cuda", []),  # nothing was asked for
         (["model.graphs=auto"], "cpu", []),  # auto captures nothing here
-        (["model.graphs=cuda"], "cuda", []),
         (["model.graphs=auto", *SHARES], "cuda:1", ["executor.target_degree=2"]),
         (["model.compile=true", *SHARES], "cpu", ["model.compile=true: not used for shares"]),
         (["model.kernels=triton", *SHARES[:2], "clock=simulated"], "cuda", []),  # one process

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from specdec.interfaces import Verifier
-from specdec.sampling.transform import HistoryTracker, SamplingParams
-from specdec.state import DecodeState, RequestState, batch_of
+from specdec.sampling.transform import SamplingParams
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
-from specdec.types import Answers, Candidates, CommitKind, Nodes, Output, Verdict
+from specdec.types import Answers, Candidates, CommitKind, Output, Verdict
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.medusa import TypicalVerifier
 from strategies.specpipe import RelaxedVerifier, StrictVerifier
@@ -106,18 +106,6 @@ def test_a_walk_ends_where_no_answer_is(verifier):
         assert not request.tree.answered.any()
         kinds.add(commit.kind)
     assert kinds == {CommitKind.HIT, CommitKind.MISS}
-
-
-def test_a_level_per_step_pipeline_accepts_nothing_and_hits_a_waiting_child():
-    state, request = a_request()
-    tree = request.tree
-    tree.append(np.zeros(3, np.int64), np.array([5, 6, 7]), np.log([0.5, 0.3, 0.2]))
-    answers = Answers(request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([6]))
-    (verdict,) = verdicts_of(MatchVerifier(), state, answers)
-    assert (verdict.accepted_ids.tolist(), verdict.next_token) == ([], 6)
-    assert verdict.num_verified == 2
-    (commit,) = state.commit([verdict])
-    assert (commit.kind, commit.root_id) == (CommitKind.HIT, 2)
 
 
 @pytest.mark.parametrize("cls", ALL)
@@ -293,32 +281,3 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
 
 
 # Histories.
-
-
-def test_histories_follow_the_tree_through_commits():
-    """Histories rebuilt from rows and commits equal those of the controller's tree."""
-    kinds = []
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        state, request = a_request(prompt=(3, 1, 2), temperature=1.0)
-        book = HistoryTracker()
-        book.open(0, request.tokens)
-        for _ in range(6):
-            tree = request.tree
-            grow(tree, rng, 8)
-            new = np.flatnonzero(tree.submitted_at < 0)
-            new = new[: rng.integers(1, len(new) + 1)]
-            nodes = Nodes(((0, tree.ids[new].copy()),))
-            state.mark_submitted(nodes)
-            book.observe(batch_of(state, nodes).trees[0])
-            slots = np.flatnonzero(tree.submitted_at >= 0)
-            for slot, history in zip(slots, book.histories(0, tree.ids[slots]), strict=True):
-                assert history.tolist() == request.path_tokens(int(slot)).tolist()
-            answers = answers_for(tree, slots[: rng.integers(1, len(slots) + 1)], rng)
-            verdicts = verdicts_of(MatchVerifier(), state, answers)
-            for commit in state.commit(verdicts):
-                book.commit([commit])
-                book.commit([commit])  # idempotent by step
-                kinds.append(commit.kind)
-        book.close(0)
-    assert set(kinds) == {CommitKind.HIT, CommitKind.MISS}

@@ -25,10 +25,6 @@ def outcome(*overrides: str) -> Check:
     return check
 
 
-def test_the_sampler_passes() -> None:
-    assert outcome().passed
-
-
 def _low_half_of_the_seed(honest: Any) -> Any:
     return lambda self, *key: honest(KeyedDraws(seed=self.seed & 0xFFFFFFFF), *key)
 

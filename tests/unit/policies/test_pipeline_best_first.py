@@ -7,7 +7,6 @@ import pytest
 from experiments.reproduce.lab import Lab
 from specdec.policies import FixedWidth
 from strategies.specpipe_bf import PipelineBestFirst
-from tests.matrix.cells import Cell, config, decode, plain, runner
 
 from .bench import READY, Context, TableSource, children_of, new_request, new_state, run, score
 
@@ -66,22 +65,6 @@ def test_thin_places_are_reinforced_and_a_step_verifies_several_tokens() -> None
         found[name] = (late, sum(n for length, n in lengths.items() if length > 1))
     assert found["levels"] == (0, 0)
     assert min(found["best"]) > 0
-
-
-def test_no_node_is_submitted_beyond_the_last_token() -> None:
-    """``run`` asserts it; near the end the budget must not be spent on nothing."""
-    done = run(PipelineBestFirst(width=9, children=9, draft_passes=3), latency=3, max_new_tokens=3)
-    assert len(done.requests[0].output) == 3
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("sampling", ["greedy", "t06"])
-def test_output_is_the_targets_own_at_any_depth(stages: int, sampling: str) -> None:
-    """Real models in float64, batched: equal to plain decoding token by token."""
-    values = config(Cell("draft_model", "specpipe_bf", "match", "pipeline", sampling))
-    values["executor"]["stages"] = stages
-    values["policy"].update(width=6, children=4)
-    assert decode(runner(values)) == plain(sampling)
 
 
 def test_it_needs_a_tenth_fewer_steps_than_whole_levels(tmp_path) -> None:  # type: ignore[no-untyped-def]
