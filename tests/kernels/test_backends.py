@@ -154,22 +154,6 @@ def test_automatic_attention_splits_the_context_where_it_can(monkeypatch):
     assert auto_attention(torch.device("cuda"), torch.bfloat16) == "dense"
 
 
-def test_the_mask_of_visibility_equals_its_definition():
-    """Prefix, tree columns, the end, and a window, against their definition."""
-    visible = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1]], dtype=torch.uint8)
-    seen = Visibility(
-        lengths=torch.tensor([3, 6]),
-        visible=visible,
-        num_slots=8,
-        dtype=torch.float32,
-        positions=torch.tensor([4, 5]),
-        column_positions=torch.tensor([3, 4, 4, 0]),
-    )
-    rows = [(seen.mask(window) == 0).int().tolist() for window in (None, 2)]
-    assert rows[0] == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
-    assert rows[1] == [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0]]
-
-
 def test_refusals_name_the_remedy(monkeypatch):
     with pytest.raises(UserError, match=r"model.attention=cutlass is unknown; choose dense"):
         attention_kernel("cutlass", CPU, torch.float32)

@@ -7,7 +7,7 @@ import pytest
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases
 from specdec.certify.subject import decode_cases
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
-from specdec.compose.workbench import Parts, Workbench, plan_executor
+from specdec.compose.workbench import Workbench, plan_executor
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.random import build_random
@@ -24,29 +24,15 @@ PRICED = {
 }
 
 
-def pair(middle_layers: int | None = 4) -> RandomPair:
-    return build_random(
-        num_layers=6,
-        draft_layers=2,
-        middle_layers=middle_layers,
-        vocab_size=64,
-        dtype="float64",
-        logit_scale=3.0,
-    )
-
-
-def simulated(costs: dict[str, CostCurve] | None = None) -> SimulatedClock:
-    return SimulatedClock(LatencyProfile(name="priced", costs=PRICED if costs is None else costs))
-
-
-def alone(bench: Workbench) -> Parts:
-    source = DraftModelSource(runner=bench.runner, model="middle")
-    return bench.parts(source=source, policy=Chain(gamma=3), verifier=MatchVerifier())
+def pair() -> RandomPair:
+    return build_random(num_layers=6, draft_layers=2, middle_layers=4, vocab_size=64)
 
 
 def test_a_pass_costs_the_middle_models_price() -> None:
-    clock = simulated()
-    parts = alone(Workbench(pair(), clock=clock))
+    clock = SimulatedClock(LatencyProfile(name="priced", costs=PRICED))
+    bench = Workbench(pair(), clock=clock)
+    source = DraftModelSource(runner=bench.runner, model="middle")
+    parts = bench.parts(source=source, policy=Chain(gamma=3), verifier=MatchVerifier())
     decode_cases(parts, CASES[:2])
     target = parts.executor.counters
     target_s = 8e-3 * (target.passes + target.prefill_passes)

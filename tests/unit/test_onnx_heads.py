@@ -146,7 +146,7 @@ def _medusa(family="llama", backend="onnx", heads=HEADS):
     return MedusaHeads(target=target, heads=weights, meter=Meter(), backend=backend)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_medusa_heads_equal_eager_ones(family):
     """Heads with their own norm, block and output, and with the target's; one row and several."""
     found, expected = _medusa(family), _medusa(family, "eager")

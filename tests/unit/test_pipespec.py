@@ -102,13 +102,3 @@ def test_the_target_waits_for_as_many_tokens() -> None:
     run(parts)
     rows = [size for size in sizes if size]
     assert min(rows[:-4]) >= 4  # a root after a hit may be among them, submitted before or not
-
-
-def test_the_middle_model_lifts_acceptance() -> None:
-    """Same draft, same times: with a better model between it and the target fewer rejections."""
-    shares = []
-    for middle_right in (0.6, 0.95):
-        bench = Workbench(synthetic(0.6, middle_right), clock=clock_of(12.0, 3.0, 1.0))
-        counters = run(build("pipespec", bench)).counters
-        shares.append(counters.misses / counters.answers)
-    assert shares[1] < 0.5 * shares[0]

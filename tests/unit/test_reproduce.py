@@ -90,11 +90,9 @@ def test_other_verdicts() -> None:
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ((2.1, 2.9), "inside"),
         ((2.0, 3.0), "inside"),
         ((1.9, 2.9), "undecided"),
         ((2.5, 3.1), "undecided"),
-        ((1.0, 9.0), "undecided"),
         ((3.1, 3.2), "above"),
         ((1.0, 1.9), "below"),
     ],
@@ -102,7 +100,6 @@ def test_other_verdicts() -> None:
 def test_an_interval_that_crosses_an_end_decides_nothing(
     ends: tuple[float, float], said: str
 ) -> None:
-    """The point alone would be inside in the first five cases."""
     assert verdict(claim(2.0, 3.0), measure(2.5, ends=ends)) == said
 
 

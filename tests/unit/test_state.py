@@ -263,22 +263,6 @@ def test_any_order_of_answers_emits_the_targets_own_tokens(whole):
     assert out_of_order > 100
 
 
-def test_answers_of_pruned_nodes_and_closed_requests_are_dropped():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11)
-    late = Answers(request=7, node_ids=np.array([1, 2, 0]), tokens=np.array([11, 12, 10]))
-    closed = Answers(request=8, node_ids=np.array([0]), tokens=np.array([1]))
-    early = tuple(
-        EarlyHidden(request=i, node_ids=np.array([0, 3]), hidden={NAME: torch.ones(2, 1)})
-        for i in (7, 8)
-    )
-    request.tree.reset(token=5, position=3)  # id 3
-    output = Output(step=0, answers=(late, closed), early=early)
-    assert state.receive(output) == []
-    assert not request.tree.answered.any()
-    assert request.tree.hidden.keys() == {3}
-
-
 def test_a_commit_carries_the_hidden_states_of_retired_nodes():
     """Whether they came with the answers or before; ``early`` ones that all of them have."""
     state, request = one_request(StopRules(max_new_tokens=99))
@@ -305,35 +289,6 @@ def test_a_commit_carries_the_hidden_states_of_retired_nodes():
 
 
 # Passes beside the loop.
-
-
-def test_candidates_of_pruned_nodes_and_closed_requests_are_dropped():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11, 12)
-    nodes = Nodes(((9, np.array([0, 1])), (7, np.array([0, 1, 3]))))
-    shape = (5, 2)
-    candidates = Candidates(
-        tokens=np.arange(10).reshape(shape),
-        logprobs=np.full(shape, -1.0),
-        counts=np.array([2, 2, 2, 2, 1]),
-        probs=np.arange(15.0).reshape(5, 3),
-        origins=np.arange(10).reshape(shape) % 2,
-    )
-    tree = request.tree
-    tree.reroot(1)
-    state.set_candidates(nodes, candidates)
-    assert tree.expanded.tolist() == [True, False, True]
-    assert tree.candidate_tokens[0].tolist() == [6, 7]
-    assert tree.candidate_logprobs[2].tolist() == [-1.0, -np.inf]
-    assert {i: row.tolist() for i, row in tree.draft_probs.items()} == {
-        1: [9.0, 10.0, 11.0],
-        3: [12.0, 13.0, 14.0],
-    }
-    taken = tree.take(np.array([0]), np.array([1]))
-    assert tree.origins[taken].tolist() == [1]
-    tree.reset(token=1, position=9)
-    state.set_candidates(nodes, candidates)  # all of them are gone
-    assert not tree.expanded.any()
 
 
 def test_candidates_that_are_children_by_now_are_taken():

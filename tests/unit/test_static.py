@@ -71,19 +71,6 @@ def test_a_cache_outgrows_its_arena():
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
 
 
-def test_a_shorter_request_reuses_the_arena_of_a_longer_one():
-    """And the graphs captured over it; two requests at a time have two arenas."""
-    runner = _runner(random_model("llama", num_layers=1))
-    arenas = runner.backend.arenas
-    long, other = runner.new_cache(500), runner.new_cache(500)
-    arena = arenas.of(long)
-    assert arenas.of(other) is not arena
-    del long
-    short, second = runner.new_cache(20), runner.new_cache(20)
-    assert arenas.of(short) is arena
-    assert arenas.of(second).spare < arena.spare  # nothing larger was free
-
-
 def test_larger_passes_run_uncaptured():
     """With more rows than the largest count, or more entries than the widest mask."""
     model = random_model("llama", num_layers=1, max_positions=4096)

@@ -7,7 +7,7 @@ import pytest
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.options import ModelOptions
-from specdec.runs.jobs import limits, notes_on_models, run_job
+from specdec.runs.jobs import NoProgress, limits, notes_on_models, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -46,13 +46,7 @@ def test_a_run_says_so(tmp_path):
     """Once, before it decodes."""
     notes: list[str] = []
 
-    class Heard:
-        def phase(self, label, total):
-            """Not of interest."""
-
-        def advance(self, count=1, detail=""):
-            """Not of interest."""
-
+    class Heard(NoProgress):
         def note(self, text):
             notes.append(text)
 

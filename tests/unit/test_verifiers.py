@@ -108,22 +108,6 @@ def test_a_walk_ends_where_no_answer_is(verifier):
     assert kinds == {CommitKind.HIT, CommitKind.MISS}
 
 
-@pytest.mark.parametrize("cls", ALL)
-def test_answers_without_a_live_root_give_no_verdict(cls):
-    state, request = a_request(temperature=1.0)
-    slot = request.tree.append(np.array([0]), np.array([3]), np.zeros(1))
-    probs = np.full((1, VOCAB), 0.25)
-    tokens = np.array([1])
-    ids = request.tree.ids[slot]
-    outputs = (
-        Answers(request=0, node_ids=ids, tokens=tokens, probs=probs),
-        Answers(request=99, node_ids=np.array([0]), tokens=tokens, probs=probs),
-    )
-    assert verdicts_of(cls(), state, *outputs) == []
-    assert request.tree.answered.tolist() == [False, True]
-    assert verdicts_of(cls(), state) == []
-
-
 def pieces_of(answers: Answers, rng: np.random.Generator) -> list[Answers]:
     """The same answers in up to four parts, in any order, so that deep nodes may come first."""
     order = rng.permutation(len(answers.node_ids))
@@ -186,21 +170,6 @@ def test_answers_may_arrive_in_any_order(cls):
 
 
 # Rejection.
-
-
-def test_rejection_refuses_children_out_of_sampling_order():
-    state, request = a_request(temperature=1.0)
-    candidates = Candidates(
-        tokens=np.array([[2, 1]]), logprobs=np.log([[0.5, 0.5]]), counts=np.array([2]),
-        probs=np.array([[0, 0.5, 0.5, 0]]),
-    )  # fmt: skip
-    request.tree.set_candidates(np.array([0]), candidates, slice(0, 1))
-    request.tree.take(np.array([0]), np.array([1]))
-    answers = Answers(
-        request=0, node_ids=np.array([0]), tokens=np.array([0]), probs=np.full((1, 4), 0.25)
-    )
-    with pytest.raises(AssertionError, match="sampling order"):
-        verdicts_of(RejectionVerifier(), state, answers)
 
 
 def test_a_draft_of_a_larger_vocabulary_is_rejected_beyond_the_targets_row():
