@@ -1,4 +1,4 @@
-"""A third model between draft and target: as the source, and as the draft of a staged source."""
+"""A third model between draft and target: what its passes cost, and where it is."""
 
 from __future__ import annotations
 

@@ -174,6 +174,3 @@ def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
         for first, last in ((0, 2), (2, 4))
     ]
     assert (_logits(runners, TOKENS) - expected).abs().max() < 1e-4
-
-
-# The runner.

@@ -1,4 +1,4 @@
-"""Several exits, one chosen per token: the choice, what it costs, and losslessness (PPSD B.3)."""
+"""Several exits, one chosen per token: the choice and what it costs (PPSD B.3)."""
 
 from __future__ import annotations
 

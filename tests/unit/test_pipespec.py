@@ -9,10 +9,9 @@ import pytest
 from experiments.open.time_laws import pipespec_time
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock, Timeline
-from specdec.compose.workbench import Parts, Workbench, build
+from specdec.compose.workbench import Workbench, build
 from specdec.pairs import RandomPair, build_pair
 from specdec.sources import Background, DraftModelSource, ModelChain
-from specdec.state import RequestState
 from specdec.verifiers import MatchVerifier
 from strategies.pipespec import FreeChain
 from tests import toys
@@ -88,17 +87,11 @@ def test_a_chain_of_four_models() -> None:
     assert min(level.counters.passes for level in levels) > 10
 
 
-def run(parts: Parts) -> RequestState:
-    one = new_request(1, (1,), NUM_TOKENS)
-    for _ in parts.decode(parts.new_state(), [one]):
-        pass
-    return one
-
-
 def test_the_target_waits_for_as_many_tokens() -> None:
     bench = Workbench(synthetic(0.7, 0.9), clock=clock_of(12.0, 3.0, 1.0))
     parts = build("pipespec", bench, least=4)
     sizes = submitted_nodes(parts)
-    run(parts)
+    for _ in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
+        pass
     rows = [size for size in sizes if size]
     assert min(rows[:-4]) >= 4  # a root after a hit may be among them, submitted before or not

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.sampling.transform import SamplingParams
-from specdec.state import TARGET_ORIGIN, DecodeState, Load, RequestState, StopRules
+from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.types import (
     Answers,
     Candidates,
@@ -154,14 +154,6 @@ def test_idle_steps_are_counted_by_cause():
     state.mark_submitted(Nodes(((7, request.tree.ids.copy()),)))
     state.commit([])
     assert (request.counters.flush_steps, request.counters.refill_steps) == (1, 1)
-
-
-def test_the_load_sums_cached_tokens_and_keeps_their_peak():
-    load = Load()
-    first, second = (one_request(StopRules(max_new_tokens=9))[1] for _ in range(2))
-    for first.prefill_sent, second.prefill_sent in ((2, 1), (1, 0)):
-        load.count([first, second])
-    assert (load.request_steps, load.kv_token_steps, load.kv_peak_tokens) == (4, 4, 3)
 
 
 def test_an_empty_prompt_is_refused():
@@ -320,6 +312,3 @@ def test_a_copy_keeps_the_present_trees_of_its_requests():
     assert then.path_tokens(1).tolist() == [1, 2, 3, 10]
     then.tree.append(np.array([0]), np.array([12]), np.zeros(1))
     assert request.tree.tokens.tolist() == [10, 11]
-
-
-# The tree.

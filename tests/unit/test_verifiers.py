@@ -247,6 +247,3 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     (verdict,) = verdicts_of(TypicalVerifier(), state, answers)
     assert verdict.accepted_ids.tolist() == [1, 3]  # not node 2, which is likelier but ends earlier
     assert verdict.next_token == tree.tokens[6] == 0
-
-
-# Histories.

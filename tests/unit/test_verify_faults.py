@@ -198,7 +198,8 @@ def test_the_configured_law_shows_what_small_models_do_not(
         return original(values, temperature * (0.7 if values.shape[1] == 777 else 1.0))
 
     monkeypatch.setattr(transform, "_weights", cold)
-    report = certify(cfg, checks=["sampler", "configured_law"])
+    others = ["sampler"] if verifier == "match" else []  # it does not depend on the verifier
+    report = certify(cfg, checks=[*others, "configured_law"])
     assert report.failed == ("configured_law",), report.checks
 
 
