@@ -83,18 +83,6 @@ def test_fused_swiglu_in_a_runner(family):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@needs_triton
-def test_fused_modules_are_refused_for_unsupported_models():
-    with pytest.raises(UserError, match="has no gated units"):
-        _logits(random_model("gpt2", num_layers=1), execution=Execution(kernels="triton"))
-    model = random_model("llama", num_layers=1, options={"mlp_bias": True})
-    with pytest.raises(UserError, match="biased, quantised or transposed"):
-        _logits(model, execution=Execution(kernels="triton"))
-    model = random_model("llama", num_layers=1, options={"hidden_act": "gelu"})
-    with pytest.raises(UserError, match="its activation is"):
-        _logits(model, execution=Execution(kernels="triton"))
-
-
 @pytest.mark.parametrize(("first", "causal"), [(0, False), (1, False), (14, False), (14, True)])
 def test_flash_attention(first, causal, monkeypatch):
     """A tree's prefix and the merge, or all of a prompt's chunk.
@@ -164,22 +152,6 @@ def test_automatic_attention_splits_the_context_where_it_can(monkeypatch):
         assert auto_attention(torch.device(device), dtype) == expected
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     assert auto_attention(torch.device("cuda"), torch.bfloat16) == "dense"
-
-
-def test_the_mask_of_visibility_equals_its_definition():
-    """Prefix, tree columns, the end, and a window, against their definition."""
-    visible = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 1]], dtype=torch.uint8)
-    seen = Visibility(
-        lengths=torch.tensor([3, 6]),
-        visible=visible,
-        num_slots=8,
-        dtype=torch.float32,
-        positions=torch.tensor([4, 5]),
-        column_positions=torch.tensor([3, 4, 4, 0]),
-    )
-    rows = [(seen.mask(window) == 0).int().tolist() for window in (None, 2)]
-    assert rows[0] == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
-    assert rows[1] == [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0]]
 
 
 def test_refusals_name_the_remedy(monkeypatch):

@@ -116,17 +116,6 @@ def test_a_growing_context_needs_few_kinds_of_launches(monkeypatch):
     assert splits_of(torch.device("cuda"), 1000, 260) == 1
 
 
-def test_tree_attention_needs_its_mask():
-    """Control: another mask gives other values."""
-    query, key, value, visible = _attention_problem(
-        heads=4, groups=2, dim=16, rows=6, first=20, end=31, capacity=50, columns=11
-    )
-    lengths = torch.tensor([20, 31], device=DEVICE)
-    found = TreeAttention()(query, key, value, lengths=lengths, visible=(~visible).to(torch.uint8))
-    expected = reference.tree_attention(query, key, value, first=20, end=31, visible=visible)
-    assert (found - expected).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("size", [(1, 40, 70), (5, 96, 33), (67, 100, 45)])
 def test_swiglu(size):
     """Tiles that the sizes do not fill, more rows than a tile."""

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.api import Decoder
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.eagle import EagleConfig
@@ -25,7 +24,6 @@ pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
 TOLERANCE = 1e-4
 PREFIX, NODES = 6, 9
-PAIR = build_random(dtype="float32", hidden_size=64, num_layers=4, vocab_size=48, backend="onnx")
 
 
 def _head(variant: str, **changes: object):
@@ -123,19 +121,6 @@ def test_unsupported_heads(changes, reason):
     assert auto.backend_of(_head("eagle3").config.llama()) == "onnx"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["eagle3", "eagle2", "medusa"])
-@pytest.mark.parametrize("sampling", ["greedy", "t06"])
-def test_outputs_are_those_of_plain_decoding(strategy, sampling):
-    """Untrained heads: their proposals are poor, and every output is the target's own."""
-    words = [f"sampling={sampling}", "max_new_tokens=16"]
-    outputs = []
-    for name in ("ar", strategy):
-        with Decoder([f"strategy={name}", *words], pair=PAIR) as decoder:
-            outputs.append(decoder.generate([5, 6, 7, 8]).tokens)
-    assert outputs[0] == outputs[1]
-
-
 # Medusa.
 
 MEDUSA = {"dtype": "float32", "num_layers": 2, "hidden_size": 64}
@@ -161,7 +146,7 @@ def _medusa(family="llama", backend="onnx", heads=HEADS):
     return MedusaHeads(target=target, heads=weights, meter=Meter(), backend=backend)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_medusa_heads_equal_eager_ones(family):
     """Heads with their own norm, block and output, and with the target's; one row and several."""
     found, expected = _medusa(family), _medusa(family, "eager")

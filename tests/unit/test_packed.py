@@ -30,7 +30,7 @@ def _linear(dtype: torch.dtype, bias: bool) -> nn.Linear:
         return nn.Linear(96, 160, bias=bias, dtype=dtype).requires_grad_(False)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 33, 200])
+@pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", HERE)
 def test_outputs_equal_those_of_float64_up_to_rounding(
@@ -59,12 +59,11 @@ def test_slices_share_packed_weights_which_end_with_the_plain_ones() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("strategy", ["ar", "best_first"])
-def test_tokens_equal_those_with_plain_weights(strategy: str) -> None:
+def test_tokens_equal_those_with_plain_weights() -> None:
     """The whole path: target and draft of the bundled pair are packed; no two tokens nearly tie."""
     outputs = []
     for kernels in ("torch", "packed"):
-        overrides = [f"strategy={strategy}", "model=tiny", f"model.kernels={kernels}"]
+        overrides = ["strategy=best_first", "model=tiny", f"model.kernels={kernels}"]
         cfg = compose_config(overrides).values
         runner = PartsRunner(
             cfg=cfg, pair=build_pair(cfg["model"]), stop=StopRules(max_new_tokens=12)

@@ -6,8 +6,6 @@ per token must be the law's, up to chance and the ends of texts. The bound is 5 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -46,9 +44,8 @@ def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str
 @pytest.mark.parametrize(
     ("alpha", "stages", "tokens", "draft", "cutoff", "recovery", "decay"),
     [
-        (0.8, 4, 2, 1.0, 0.1, 0.0, 0.0),
         (0.8, 6, 1, 1.0, 0.6, 0.15, 0.05),  # speculation pauses
-        pytest.param(0.6, 4, 3, 1.0, 0.7, 0.0, 0.05),  # and must wait
+        (0.6, 4, 3, 1.0, 0.7, 0.0, 0.05),  # and must wait
         pytest.param(
             0.9, 8, 3, 4.0, 0.1, 0.0, 0.0, marks=pytest.mark.exhaustive
         ),  # the draft is slower
@@ -79,31 +76,12 @@ def test_pipeinfers_law_without_a_cutoff_is_the_closed_form(alpha: float, tokens
     assert law == pytest.approx(closed)
 
 
-def test_a_run_enters_every_step_and_a_miss_sends_the_root_alone() -> None:
-    """Without a cut-off: after a miss the root, then runs of ``tokens`` behind each other."""
-    parts = build("pipeinfer", one_class_bench(0.7, 10.0, 1.0), stages=4, tokens=3, cutoff=0.0)
-    steps = submitted(parts)[1:100]  # far from the end of the text, where runs are cut
-    assert {"miss", "hit", ""} == {kind for _, kind in steps}
-    for (_, kind), (size, _) in pairwise(steps):
-        assert size == (1 if kind == "miss" else 3)
-
-
 def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
     """Before the first verdict: 0.5, 0.6, 0.7 begin runs, 0.8 (above 0.75) none, 0.7 one, ..."""
     run = {"tokens": 1, "cutoff": 0.5, "recovery": 0.1, "decay": 0.1}
     parts = build("pipeinfer", one_class_bench(0.75, 10.0, 1.0), stages=8, **run)  # type: ignore[arg-type]
     sizes = "".join(str(size) for size, _ in submitted(parts)[:8])
     assert sizes == "11110101"
-
-
-def test_a_contradicted_run_is_cancelled_half_way() -> None:
-    """Later stages compute fewer rows than the first: those of cancelled runs are skipped."""
-    stages = 6
-    parts = build("pipeinfer", one_class_bench(0.5, 10.0, 1.0), stages=stages, tokens=2, cutoff=0.0)
-    milliseconds_per_token(parts, 1)
-    rows = parts.executor.stage_rows  # type: ignore[attr-defined]
-    assert rows == sorted(rows, reverse=True)
-    assert rows[-1] < 0.7 * rows[0]
 
 
 # FlowSpec.
@@ -118,10 +96,8 @@ def ranks(alpha: float) -> list[float]:
 @pytest.mark.parametrize(
     ("alpha", "stages", "segment", "nodes", "draft", "num_requests"),
     [
-        (0.5, 3, 4, 12, 1e-6, 8),
-        pytest.param(0.7, 3, 6, 40, 1e-6, 16, marks=pytest.mark.exhaustive),
         pytest.param(0.6, 4, 8, 40, 1e-6, 16, marks=pytest.mark.exhaustive),
-        pytest.param(0.6, 3, 6, 24, 0.5, 1),  # drafting between rounds
+        (0.6, 3, 6, 24, 0.5, 1),  # drafting between rounds
     ],
 )
 def test_flowspec_takes_the_time_of_its_law(

@@ -15,7 +15,6 @@ from experiments.pipelines.theory import (
 from experiments.reproduce.lab import Lab
 from specdec.clocks import CostCurve, LatencyProfile
 from specdec.clocks.build import build_profile
-from specdec.profiling.trees import eq2_tbt
 
 PROFILE = LatencyProfile(
     name="test",
@@ -37,24 +36,12 @@ def test_counts_by_hand() -> None:
     assert needed_acceptance_length(22.0, 1.0, 4, PROFILE) == pytest.approx(46 / 22)
 
 
-def test_equation_2_at_its_ends() -> None:
-    assert eq2_tbt(1.0, 8, hit=1.0) == 1.0
-    assert eq2_tbt(1.0, 8, hit=0.0) == 8.0
-    assert eq2_tbt(1.0, 8, hit=0.65) == pytest.approx(3.45)
-
-
 PIPELINE = ("executor=pipeline", "executor.stages=8", "clock.profile=specpipe_8x3090")
 SPECINFER = ("strategy=specinfer", *PIPELINE)  # eight levels, a draft pass each
 ROWS = {  # overrides; draft passes beside a step, and for which the target waits
     "ar": (("strategy=ar", *PIPELINE), {}),
-    "serial": (SPECINFER, {"between_hit": 8, "between_miss": 8}),
     "by rule": ((*SPECINFER, "policy.draft_overlap=rule"), {"between_hit": 1, "between_miss": 8}),
-    "hidden": ((*SPECINFER, "policy.draft_overlap=full"), {}),
     "specpipe": (("strategy=specpipe", *PIPELINE), {"beside": 1}),
-    "two levels": (
-        ("strategy=specpipe", *PIPELINE, "policy.levels_per_step=2", "policy.width=32"),
-        {"beside": 2},
-    ),
     "best first": (("strategy=specpipe_bf", *PIPELINE), {"beside": 2}),
 }
 

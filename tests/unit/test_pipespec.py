@@ -9,10 +9,9 @@ import pytest
 from experiments.open.time_laws import pipespec_time
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock, Timeline
-from specdec.compose.workbench import Parts, Workbench, build
+from specdec.compose.workbench import Workbench, build
 from specdec.pairs import RandomPair, build_pair
 from specdec.sources import Background, DraftModelSource, ModelChain
-from specdec.state import RequestState
 from specdec.verifiers import MatchVerifier
 from strategies.pipespec import FreeChain
 from tests import toys
@@ -26,8 +25,6 @@ BOUND = 0.05
 NUM_REQUESTS = 20  # with 5 the mean itself is off by up to 5 %
 LAW_CASES = [  # chances of draft and middle model, times of target, middle model and draft
     (0.7, 0.9, 12.0, 3.0, 1.0),
-    pytest.param(0.5, 0.8, 20.0, 4.0, 1.0, marks=pytest.mark.exhaustive),
-    pytest.param(0.8, 0.9, 10.0, 4.0, 2.0, marks=pytest.mark.exhaustive),
     pytest.param(0.8, 0.95, 30.0, 6.0, 1.0, marks=pytest.mark.exhaustive),
 ]
 
@@ -90,28 +87,11 @@ def test_a_chain_of_four_models() -> None:
     assert min(level.counters.passes for level in levels) > 10
 
 
-def run(parts: Parts) -> RequestState:
-    one = new_request(1, (1,), NUM_TOKENS)
-    for _ in parts.decode(parts.new_state(), [one]):
-        pass
-    return one
-
-
-@pytest.mark.parametrize("least", [1, 4])
-def test_the_target_waits_for_as_many_tokens(least: int) -> None:
+def test_the_target_waits_for_as_many_tokens() -> None:
     bench = Workbench(synthetic(0.7, 0.9), clock=clock_of(12.0, 3.0, 1.0))
-    parts = build("pipespec", bench, least=least)
+    parts = build("pipespec", bench, least=4)
     sizes = submitted_nodes(parts)
-    run(parts)
+    for _ in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
+        pass
     rows = [size for size in sizes if size]
-    assert min(rows[:-4]) >= least  # a root after a hit may be among them, submitted before or not
-
-
-def test_the_middle_model_lifts_acceptance() -> None:
-    """Same draft, same times: with a better model between it and the target fewer rejections."""
-    shares = []
-    for middle_right in (0.6, 0.95):
-        bench = Workbench(synthetic(0.6, middle_right), clock=clock_of(12.0, 3.0, 1.0))
-        counters = run(build("pipespec", bench)).counters
-        shares.append(counters.misses / counters.answers)
-    assert shares[1] < 0.5 * shares[0]
+    assert min(rows[:-4]) >= 4  # a root after a hit may be among them, submitted before or not

@@ -62,7 +62,7 @@ def test_step_times_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("num_tokens", [1, 20, 64, 65, 200])
+@pytest.mark.parametrize("num_tokens", [1, 65])
 def test_the_devices_of_a_stage_are_priced_one_by_one(devices: int, num_tokens: int) -> None:
     """Once a stage was priced as one device, whatever ``executor.groups`` said."""
     clock = SimulatedClock(PROFILE)
@@ -76,10 +76,9 @@ def test_the_devices_of_a_stage_are_priced_one_by_one(devices: int, num_tokens: 
     assert law.compute == pytest.approx(parts), "the equations price a group alike"
 
 
-@pytest.mark.parametrize("name", ["pipedec_21", "specpipe_2server"])
-def test_unlike_devices_have_a_time_each(name: str) -> None:
+def test_unlike_devices_have_a_time_each() -> None:
     """Plain decoding takes their sum, a step of a full pipeline the slowest."""
-    profile = build_profile({"profile": name, **load_profile(name)})
+    profile = build_profile({"profile": "pipedec_21", **load_profile("pipedec_21")})
     factors = profile.costs["stage"].devices
     clock, stages = SimulatedClock(profile), len(factors)
     times = StepClock(clock, [1] * stages)
@@ -100,7 +99,7 @@ def test_unlike_devices_fit_one_stage_on_each(keys: list[str]) -> None:
         run_job_of(words)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 32, 64])
+@pytest.mark.parametrize("num_tokens", [1, 64])
 def test_pipedec_s_seven_stages_are_pairs_of_its_fourteen_devices(num_tokens: int) -> None:
     pair, device = (
         build_profile({"profile": name, **load_profile(name)})
@@ -139,7 +138,6 @@ def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> Non
         (["strategy=specpipe", "executor.stages=5"], "5/8"),
         (["strategy=specpipe", "executor.stages=5", "clock.profile=uniform_30ms"], ""),
         (["strategy=pipedec", "executor.stages=2", "executor.groups=[4,4]"], ""),
-        (["strategy=ppsd"], ""),
         (["strategy=ppsd", "model.exit_layer=6"], "4/8"),
         (["strategy=eesd", "model.exit_layer=6", "clock.profile=ppsd_vicuna7b"], ""),
     ],
@@ -157,11 +155,9 @@ def test_a_profile_of_other_stages_is_noted(words: list[str], share: str) -> Non
     ("words", "noted"),
     [
         (["executor=pipeline", "executor.stages=2"], True),
-        (["strategy=swiftspec"], True),
         (["executor=pipeline", "executor.stages=1"], False),
         (["executor=pipeline", "executor.transport=distributed"], False),
         (["executor=pipeline", "clock=simulated"], False),
-        (["strategy=eesd"], False),
         (["strategy=hf_generate"], False),
     ],
 )
@@ -233,7 +229,7 @@ def test_samples_say_how_far_they_scatter() -> None:
     assert np.isclose(Sample(4, (1.0, 3.0)).median_ms, 2.0)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 3])
 def test_bytes_and_flops_are_those_by_hand(stages: int) -> None:
     """Of the longest slice of layers; of the output head alone; of the whole draft."""
     pair = build_random(num_layers=4, hidden_size=64, vocab_size=61, dtype="float32")

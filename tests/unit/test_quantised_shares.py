@@ -6,27 +6,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.clocks.meter import Meter
 from specdec.models.loading import load_model
 from specdec.models.quantize import (
-    num_bytes,
     quantize,
     sharded,
     share_plan,
 )
 from specdec.models.random import random_model
-from specdec.models.runner import ModelRunner
 from specdec.models.slicing import shared_copy
 from specdec.tensor_parallel import Collective, HeadSplit
 from specdec.tensor_parallel.cuts import Piece, whole_groups
 from tests.pretrained import pretrained
-from tests.shares import run_group
 from tests.stored import stored_parts
 
 needs_torchao = pytest.mark.skipif(
@@ -35,7 +30,6 @@ needs_torchao = pytest.mark.skipif(
 )
 
 KINDS = ["int8", "int4"]
-PREFIX = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int64)
 
 SIZES: dict[str, dict[str, Any]] = {
     # Groups of 64 inputs in o_proj, of which a rank's heads have 32 or 16.
@@ -56,29 +50,13 @@ def plain(parameter: Tensor) -> Tensor:
     return parameter.dequantize() if hasattr(parameter, "__tensor_flatten__") else parameter
 
 
-def logits_of(model: PreTrainedModel) -> Tensor:
-    runner = ModelRunner(model=model, name="target", meter=Meter())
-    logits = runner.forward([runner.new_cache(8).rows(prefix_tokens=PREFIX)]).logits
-    assert logits is not None
-    return logits
-
-
-def share_logits(model: PreTrainedModel, group: Collective, kind: str) -> Tensor:
-    with group.paused():
-        runner = ModelRunner(model=sharded(model, group, kind), name="target", meter=Meter())
-    logits = runner.forward([runner.new_cache(8).rows(prefix_tokens=PREFIX)]).logits
-    assert logits is not None
-    return logits
-
-
 @needs_torchao
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", sorted(SIZES))
-def test_shares_have_the_values_of_the_whole(size: str, kind: str, dtype: str) -> None:
+def test_shares_have_the_values_of_the_whole(size: str, kind: str) -> None:
     """Exactly, also where they are zeros of padding; only the layers' matrices are quantised."""
-    model = model_of(size, dtype=dtype)
-    whole = dict(quantize(model_of(size, dtype=dtype), kind).named_parameters())
+    model = model_of(size, dtype="bfloat16")
+    whole = dict(quantize(model_of(size, dtype="bfloat16"), kind).named_parameters())
     for degree in (2, 3, 4, 5):
         for rank in range(degree):
             group = Collective(rank=rank, size=degree)
@@ -93,8 +71,8 @@ def test_shares_have_the_values_of_the_whole(size: str, kind: str, dtype: str) -
                 assert hasattr(parameter, "__tensor_flatten__") == (name in formats), name
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (6, 2), (14, 2), (8, 8), (3, 1)])
-@pytest.mark.parametrize("head_size", [16, 32, 64])
+@pytest.mark.parametrize("heads", [(4, 2), (14, 2), (3, 1)])
+@pytest.mark.parametrize("head_size", [16, 64])
 def test_whole_groups_multiply_only_a_ranks_own_inputs(
     heads: tuple[int, int], head_size: int
 ) -> None:
@@ -126,22 +104,6 @@ def _with_padding(values: Tensor, piece: Piece, padding: int) -> Tensor:
     return torch.cat([values[piece.start : piece.stop], torch.full((piece.pad,), padding)])
 
 
-TOLERANCE = 2e-5
-"""Of logits up to about 1 in float32: sums of at most 128 terms in another order."""
-
-
-@needs_torchao
-@pytest.mark.parametrize("degree", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", sorted(SIZES))
-def test_a_group_computes_the_quantised_model(size: str, kind: str, degree: int) -> None:
-    model = model_of(size)
-    expected = logits_of(quantize(model_of(size), kind))
-    for logits in run_group(degree, lambda group: share_logits(model, group, kind)):
-        assert (logits - expected).abs().max() < TOLERANCE
-    assert (logits_of(model) - expected).abs().max() > 10 * TOLERANCE  # control: not quantised
-
-
 @needs_torchao
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", sorted(SIZES))
@@ -167,23 +129,3 @@ def _check_equal(found: PreTrainedModel, expected: PreTrainedModel) -> None:
         assert all(torch.equal(one, other) for one, other in pairs), name
     buffers = dict(expected.named_buffers())
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in found.named_buffers())
-
-
-@needs_torchao
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_share_keeps_no_more_memory_than_its_own(kind: str, tmp_path: Path) -> None:
-    """No views of wider matrices; together little more than the whole model's layers."""
-    model = model_of("whole groups")
-    model.save_pretrained(tmp_path)
-    whole = num_bytes(quantize(load_model(tmp_path), kind).model.layers)
-    total = 0
-    for rank in range(2):
-        group = Collective(rank=rank, size=2)
-        share = load_model(tmp_path, layers=(0, 2), group=group, quantization=kind)
-        for parameter in share.model.layers.parameters():
-            for part in stored_parts(parameter):
-                assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
-        total += num_bytes(share.model.layers)
-    # int8: every rank has the scales of all rows of o_proj and down_proj. int4: three groups of
-    # the MLP on two ranks, of which one is padded.
-    assert whole < total < 1.3 * whole

@@ -13,7 +13,6 @@ from specdec.models.loading import load_model
 from specdec.models.quantize import num_bytes, quantize
 from specdec.models.random import random_model
 from specdec.pairs.random import build_random
-from specdec.profiling.limits import work_of
 from tests.pretrained import pretrained
 from tests.stored import stored_parts
 
@@ -72,19 +71,6 @@ def test_an_untrained_exit_head_has_the_quantised_weights(kind):
     ):
         assert type(own) is type(shared)
         assert all(map(torch.equal, stored_parts(own), stored_parts(shared)))
-
-
-@needs_torchao
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_the_roofline_counts_stored_bytes(kind):
-    """A pass reads the integers and scales, and computes as much as with plain weights."""
-    plain, model = _model(), quantize(_model(), kind)
-    works = [
-        work_of(list(m.model.layers), None, m.config, rows=3, context=5) for m in (plain, model)
-    ]
-    saved = num_bytes(plain) - num_bytes(model)
-    assert works[0][0] - works[1][0] == saved > 0
-    assert works[0][1] == works[1][1]
 
 
 @needs_torchao

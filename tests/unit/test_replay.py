@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 # Of these the accepted path depends on the target's path only: what is off it is never preferred.
 EXACT = {
     "chain": ("strategy=speculative", "policy.gamma=3"),
-    "chain in a pipeline": ("strategy=speculative", "executor=pipeline", "executor.stages=3"),
     "static": ("strategy=specinfer", "policy.branching=[2,3,1]"),
     "pipelined chain": ("strategy=specpipe", "executor.stages=3", "policy.width=1"),
 }
@@ -104,9 +103,7 @@ def test_long_requests_are_recorded_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 
 POLICIES = (
     ("strategy=specpipe", "executor.stages=8", "policy.width=8"),
-    ("strategy=pipedec", "executor.stages=5"),
     ("strategy=best_first", "policy.bs=8"),
-    ("strategy=ar", "executor=pipeline", "executor.stages=4"),
 )
 
 

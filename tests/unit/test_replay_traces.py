@@ -38,7 +38,7 @@ def walked(lengths: list[int], gamma: int) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3, 8])
+@pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("stages", [None, 3])
 def test_chains_emit_what_the_trace_says(tmp_path, gamma: int, stages: int | None) -> None:
     models = build_replay(record=written(tmp_path / "t.jsonl"), method="acc_eagle")
@@ -64,20 +64,11 @@ def test_plain_decoding_and_gzip(tmp_path) -> None:
     assert totals.target_passes == sum(map(len, LENGTHS.values()))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("strategy=specinfer",),
-        ("strategy=specpipe", "executor.stages=4"),
-        ("strategy=best_first",),
-    ],
-    ids=" ".join,
-)
-def test_trees_are_refused(tmp_path, words: tuple[str, ...]) -> None:
+def test_trees_are_refused(tmp_path) -> None:
     models = build_replay(record=written(tmp_path / "t.jsonl"), method="acc_eagle")
     assert isinstance(models, ReplayModels)
     with pytest.raises(UserError, match="policy=chain"):
-        run(models, words)
+        run(models, ("strategy=best_first",))
 
 
 @pytest.mark.parametrize("method", ["acc_eagle", "acc_ngram"])

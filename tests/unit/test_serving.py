@@ -33,26 +33,6 @@ def test_schedules_put_the_cache_under_pressure() -> None:
     assert len({(s.policy, s.rules.feeding) for s in found}) == 15
 
 
-@pytest.mark.exhaustive
-def test_soak() -> None:
-    """500 requests through a cache for about 8: all end, nothing leaks, the peak is in the budget.
-
-    One of them needs up to 12 + 5 + 7 tokens and nodes: 6 blocks of 4.
-    """
-    rules = ServingRules(kv_tokens=8 * 24, block_tokens=4)
-    made = serving.parts(FixedWidth(width=3, children=2), rules, serving.STAGES)
-    requests = [serving.request(i, 0) for i in range(500)]
-    state, ended = made.new_state(), []
-    for _ in made.decode(state, requests, batch_size=16, on_finish=ended.append):
-        pass
-    assert sorted(r.id for r in ended) == list(range(500))
-    assert all(tuple(r.output) == serving.plain(r.id, 0) for r in ended)
-    for pool in serving.pools(made):
-        assert pool.num_used == 0
-        assert 20 < pool.peak <= pool.num_blocks == 48
-    assert state.load.request_steps / state.step > 7.5  # the cache, not the batch size, is full
-
-
 # Turns.
 
 

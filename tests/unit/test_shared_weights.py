@@ -56,16 +56,6 @@ def test_five_rows_take_the_memory_of_one(folder, kind):
     assert memory(alone) == 2 * memory(alone[:1])  # control: nothing else shares
 
 
-@pytest.mark.parametrize("kind", ["stage", "share", "draft"])
-def test_quantised_layers_are_quantised_once(folder, kind):
-    pytest.importorskip("torchao")
-    pair = pretrained(folder, draft=str(folder), quantization="int8").without_target()
-    rows = [parts_of(pair, kind) for _ in range(ROWS)]
-    assert memory(rows) == memory(rows[:1])
-    plain = parts_of(pretrained(folder, draft=str(folder)), kind)
-    assert 0 < memory(rows) < memory([plain])
-
-
 def test_overlapping_stages_share_their_common_layers(folder):
     """Of strategies with different numbers of stages; shares of other ranks are different."""
     pair = pretrained(folder).without_target()

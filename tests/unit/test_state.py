@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from specdec.sampling.transform import SamplingParams
-from specdec.state import TARGET_ORIGIN, DecodeState, Load, RequestState, StopRules
-from specdec.tree import TokenTree
+from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.types import (
     Answers,
     Candidates,
@@ -139,19 +138,6 @@ def test_a_commit_lists_retired_and_kept_nodes(hit):
     assert counters.path_lengths == {3: 1}
 
 
-def test_emitted_tokens_are_accepted_and_answers_before_cuts():
-    """The invariant of metrics for whole-tree answers, on random paths."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        state, request = one_request(StopRules(max_new_tokens=int(rng.integers(1, 20))))
-        while not request.finished:
-            path = rng.integers(10, 16, rng.integers(1, 6)).tolist()
-            commit_path(state, request, path, hit=bool(rng.integers(2)))
-        counters = request.counters
-        assert counters.accepted + counters.answers == len(request.output) + counters.cut_tokens
-        assert len(request.output) == request.stop.max_new_tokens
-
-
 def test_idle_steps_are_counted_by_cause():
     state, request = one_request(StopRules(max_new_tokens=9))
     request.prefill_sent = request.num_prefill
@@ -168,14 +154,6 @@ def test_idle_steps_are_counted_by_cause():
     state.mark_submitted(Nodes(((7, request.tree.ids.copy()),)))
     state.commit([])
     assert (request.counters.flush_steps, request.counters.refill_steps) == (1, 1)
-
-
-def test_the_load_sums_cached_tokens_and_keeps_their_peak():
-    load = Load()
-    first, second = (one_request(StopRules(max_new_tokens=9))[1] for _ in range(2))
-    for first.prefill_sent, second.prefill_sent in ((2, 1), (1, 0)):
-        load.count([first, second])
-    assert (load.request_steps, load.kv_token_steps, load.kv_peak_tokens) == (4, 4, 3)
 
 
 def test_an_empty_prompt_is_refused():
@@ -277,31 +255,6 @@ def test_any_order_of_answers_emits_the_targets_own_tokens(whole):
     assert out_of_order > 100
 
 
-def test_answers_of_pruned_nodes_and_closed_requests_are_dropped():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11)
-    late = Answers(request=7, node_ids=np.array([1, 2, 0]), tokens=np.array([11, 12, 10]))
-    closed = Answers(request=8, node_ids=np.array([0]), tokens=np.array([1]))
-    early = tuple(
-        EarlyHidden(request=i, node_ids=np.array([0, 3]), hidden={NAME: torch.ones(2, 1)})
-        for i in (7, 8)
-    )
-    request.tree.reset(token=5, position=3)  # id 3
-    output = Output(step=0, answers=(late, closed), early=early)
-    assert state.receive(output) == []
-    assert not request.tree.answered.any()
-    assert request.tree.hidden.keys() == {3}
-
-
-def test_a_path_without_answers_cannot_be_committed():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11)
-    say(state, request, (0, 10), (2, 12))
-    verdict = Verdict(request=7, accepted_ids=np.array([1, 2]), next_token=12)
-    with pytest.raises(AssertionError, match="has no answer"):
-        state.commit([verdict])
-
-
 def test_a_commit_carries_the_hidden_states_of_retired_nodes():
     """Whether they came with the answers or before; ``early`` ones that all of them have."""
     state, request = one_request(StopRules(max_new_tokens=99))
@@ -328,35 +281,6 @@ def test_a_commit_carries_the_hidden_states_of_retired_nodes():
 
 
 # Passes beside the loop.
-
-
-def test_candidates_of_pruned_nodes_and_closed_requests_are_dropped():
-    state, request = one_request(StopRules(max_new_tokens=99))
-    chain_of(request, 10, 11, 12)
-    nodes = Nodes(((9, np.array([0, 1])), (7, np.array([0, 1, 3]))))
-    shape = (5, 2)
-    candidates = Candidates(
-        tokens=np.arange(10).reshape(shape),
-        logprobs=np.full(shape, -1.0),
-        counts=np.array([2, 2, 2, 2, 1]),
-        probs=np.arange(15.0).reshape(5, 3),
-        origins=np.arange(10).reshape(shape) % 2,
-    )
-    tree = request.tree
-    tree.reroot(1)
-    state.set_candidates(nodes, candidates)
-    assert tree.expanded.tolist() == [True, False, True]
-    assert tree.candidate_tokens[0].tolist() == [6, 7]
-    assert tree.candidate_logprobs[2].tolist() == [-1.0, -np.inf]
-    assert {i: row.tolist() for i, row in tree.draft_probs.items()} == {
-        1: [9.0, 10.0, 11.0],
-        3: [12.0, 13.0, 14.0],
-    }
-    taken = tree.take(np.array([0]), np.array([1]))
-    assert tree.origins[taken].tolist() == [1]
-    tree.reset(token=1, position=9)
-    state.set_candidates(nodes, candidates)  # all of them are gone
-    assert not tree.expanded.any()
 
 
 def test_candidates_that_are_children_by_now_are_taken():
@@ -388,28 +312,3 @@ def test_a_copy_keeps_the_present_trees_of_its_requests():
     assert then.path_tokens(1).tolist() == [1, 2, 3, 10]
     then.tree.append(np.array([0]), np.array([12]), np.zeros(1))
     assert request.tree.tokens.tolist() == [10, 11]
-
-
-# The tree.
-
-
-def test_target_probs_follow_their_nodes() -> None:
-    """Rows of nodes that were pruned before their answer came are dropped, like those after."""
-    tree = TokenTree(token=0, position=0, root_id=40)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    tree.append(np.array([1]), np.array([3]), np.full(1, -1.0))
-    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=4)
-    rows = Answers(request=0, node_ids=np.array([43, 42, 7, 41]), tokens=np.arange(4), probs=probs)
-    tree.set_answers(rows)
-    assert sorted(tree.target_probs) == [41, 42, 43]
-    assert np.array_equal(tree.target_probs[43], probs[0])
-    tree.reroot(1)
-    assert sorted(tree.target_probs) == [41, 43]
-    assert np.array_equal(tree.target_probs[41], probs[3])
-    assert tree.answers.tolist() == [3, 0]
-    tree.set_answers(rows)  # 42 is gone now
-    assert sorted(tree.target_probs) == [41, 43]
-    other = tree.copy()
-    tree.reset(token=1, position=1)
-    assert not tree.target_probs
-    assert sorted(other.target_probs) == [41, 43]

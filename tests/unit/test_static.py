@@ -16,7 +16,7 @@ from specdec.models.backends.graphs import COLUMN_COUNTS
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import NO_ROWS, ROW_COUNTS, Eager, ModelRunner
-from specdec.types import HiddenName, TreeRows
+from specdec.types import TreeRows
 from tests.trees import grown
 
 pytestmark = pytest.mark.slow
@@ -28,11 +28,10 @@ def _runner(model, execution=REPLAY, **kwargs):
     return ModelRunner(model=model, name="target", meter=Meter(), execution=execution, **kwargs)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
-def test_equals_a_plain_pass(family):
+def test_equals_a_plain_pass():
     """Padded rows, windows and soft caps; numbers of nodes at and between the captured counts."""
-    options = {"sliding_window": 6} if family in {"gemma2", "mistral"} else None
-    model = random_model(family, dtype="float64", num_layers=2, options=options)
+    options = {"sliding_window": 6}
+    model = random_model("gemma2", dtype="float64", num_layers=2, options=options)
     plain, static = _runner(model, Execution()), _runner(model)
     for nodes in (1, 3, 8):
         found = []
@@ -70,30 +69,6 @@ def test_a_cache_outgrows_its_arena():
     assert cache.capacity > small
     rows = grown(plain, plain.new_cache(8), prefix=small + 30, nodes=5)
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
-
-
-def test_a_shorter_request_reuses_the_arena_of_a_longer_one():
-    """And the graphs captured over it; two requests at a time have two arenas."""
-    runner = _runner(random_model("llama", num_layers=1))
-    arenas = runner.backend.arenas
-    long, other = runner.new_cache(500), runner.new_cache(500)
-    arena = arenas.of(long)
-    assert arenas.of(other) is not arena
-    del long
-    short, second = runner.new_cache(20), runner.new_cache(20)
-    assert arenas.of(short) is arena
-    assert arenas.of(second).spare < arena.spare  # nothing larger was free
-
-
-def test_outputs_outlive_the_next_replay():
-    """A graph overwrites its outputs; a runner's results must not change."""
-    model = random_model("llama", dtype="float64", num_layers=2)
-    static = _runner(model, capture=(HiddenName(0),))
-    first = static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=1)])
-    kept = first.logits.clone(), first.hidden.clone(), first.captured[HiddenName(0)].clone()
-    static.forward([grown(static, static.new_cache(8), prefix=9, nodes=4, seed=2)])
-    given = first.logits, first.hidden, first.captured[HiddenName(0)]
-    assert all(torch.equal(a, b) for a, b in zip(kept, given, strict=True))
 
 
 def test_larger_passes_run_uncaptured():

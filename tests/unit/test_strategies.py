@@ -25,14 +25,10 @@ def changed(preset: str, **keys: Any) -> tuple[str, dict[str, Any]]:
 
 
 ARGUMENTS = {
-    "ar": changed("ar", stages=3),
     "specinfer": changed("specinfer", branching=[2, 1], stages=3, draft_overlap="rule"),
-    "best_first": changed("best_first", bs=9, w=2, d=2, min_mass=0.25, min_prob=0.125),
     "swiftspec": changed("swiftspec", bs=9, w=2, d=2, target_degree=3, draft_degree=1),
     "specpipe_db": changed("specpipe_db", width=5, children=3, stages=7, kv_tokens=640),
     "multi": changed("ppsd_multi", further_exits=[5], stages=5),
-    "eagle2": changed("eagle2", nodes=9, width=2, depth=2),
-    "pipespec": changed("pipespec", ahead=9, least=2),
     "flowspec, grown": changed("flowspec", grown_nodes=9, grown_segment=7, idle_depth=2),
     "medusa": changed("medusa", heads=2, branching=[3, 2], stages=3),
 }

@@ -10,10 +10,10 @@ from specdec.device import SupportProbs, on_host
 from specdec.distributed.messages import Kind, Message
 from specdec.executors import ModelAnswerer
 from specdec.sampling.keyed_draws import KeyedDraws
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
-from specdec.types import Answers, Batch, TreeRows
-from tests.unit.test_sampling import logits_of, tree_rows
+from specdec.types import Batch, TreeRows
+from tests.unit.test_sampling import logits_of
 
 T06 = SamplingParams(temperature=0.6, top_k=80, top_p=0.9)
 PLAIN = SamplingParams(temperature=0.6)
@@ -26,7 +26,9 @@ def answered(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[Batch,
     trees: list[TreeRows] = []
     for request, sampling in enumerate(params):
         answerer.open(Opened(request, sampling))
-        trees.append(tree_rows(request, np.arange(num), 9, np.arange(num) - 1))
+        ids = np.arange(num)
+        rows = {"node_ids": ids, "tokens": np.zeros(num, np.int64), "parent_ids": ids - 1}
+        trees.append(TreeRows.within(request=request, prefix_len=9, **rows))
     batch = Batch(step=0, trees=tuple(trees))
     return batch, answerer.answer(batch, logits)
 
@@ -63,15 +65,6 @@ def test_a_message_about_64_rows_of_a_large_vocabulary_is_small():
     assert num_bytes <= 500_000
     assert isinstance(received[0].probs, SupportProbs)
     assert received[0].probs.shape == (64, 128_256)
-
-
-@pytest.mark.parametrize("given", [T06, PLAIN])
-def test_answers_have_the_transforms_distributions(given):
-    logits = logits_of("tied", rows=6)
-    _, (answers,) = answered(logits, [given])
-    assert isinstance(answers, Answers)
-    assert isinstance(answers.probs, SupportProbs) == (given is T06)
-    np.testing.assert_array_equal(on_host(answers.probs), SamplingTransform(given).probs(logits))
 
 
 def test_rows_on_their_support_are_those_of_the_array():

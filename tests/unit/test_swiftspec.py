@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from specdec.certify.certify import certify
 from specdec.cli.main import main
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
@@ -85,14 +84,6 @@ def test_until_ready_drafts_as_long_as_the_target_works() -> None:
     assert counts["beside"] > 3 * (runner.trace.timeline.step - len(PROMPTS))
 
 
-def test_draft_cache_and_rows() -> None:
-    """Section 3.2: verified tokens, then the tree; no row is computed twice."""
-    values = config(Cell("draft_model", "swiftspec", "match", "pipeline", "greedy"), stages=1)
-    values["strategy"]["name"] = "swiftspec"
-    report = certify(values, checks=["cache_invariant", "tree_invariant", "draft_rows"])
-    assert all(c.passed for c in report.checks), report.checks
-
-
 def job(*words: str) -> dict[str, Any]:
     """A job's configuration on the virtual clock."""
     return run_job_of(["strategy=swiftspec", "model=random", "clock=simulated", *words]).config
@@ -142,9 +133,3 @@ def test_the_search_finds_the_fastest_split_and_writes_it(
     best = run_job_of(["strategy=swiftspec_best", "model=random"], [folder]).config
     assert best["executor"]["target_degree"] == found["best"]["target"]
     assert best["policy"]["d"] == found["best"]["d"]
-
-
-def test_a_split_needs_devices_on_both_sides(tmp_path: Path) -> None:
-    words = ["profile", "profiling.use=swiftspec_table1", "profiling.devices=4"]
-    words += ["model=synthetic", "profiling.targets=[4]", f"output_dir={tmp_path / 'split'}"]
-    assert main(words) == 2

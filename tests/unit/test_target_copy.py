@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from specdec.clocks import MeasuredClock
 from specdec.executors.replicas import TargetCopy
@@ -87,19 +86,3 @@ def test_commits_wait_until_the_process_knows_their_request() -> None:
     copy.commit([_commit(2, 4)])
     copy.finish()
     assert process.commits[-1] == (2, 4)
-
-
-@pytest.mark.parametrize("when", ["busy", "free"])
-def test_closed_requests_are_not_committed(when: str) -> None:
-    copy, process = _copy()
-    copy.open(_request(1))
-    copy.start(Batch(step=1))
-    copy.open(_request(2))
-    copy.commit([_commit(1, 1), _commit(2, 1)])
-    if when == "busy":
-        copy.close(2)
-    copy.finish()
-    if when == "free":
-        copy.close(2)
-    copy.start(Batch(step=2))
-    assert process.commits == [(1, 1)]

@@ -74,7 +74,7 @@ def test_a_trace_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "executor"),
-    [("specpipe", "pipeline"), ("static", "local"), ("best_first", "local"), ("chain", "pipeline")],
+    [("specpipe", "pipeline"), ("static", "local")],
 )
 def test_trees_are_reproduced_from_the_record(policy: str, executor: str) -> None:
     """Replaying nodes and commits gives the nodes that each commit kept, and the output."""

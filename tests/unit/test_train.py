@@ -23,7 +23,7 @@ from specdec.pairs import PretrainedPair
 from specdec.train.drafter import OutputOptions
 from specdec.train.eagle import EagleDrafter, EagleSpec
 from specdec.train.losses import Goal, LossOptions, Objective
-from specdec.train.run import check, train
+from specdec.train.run import train
 from specdec.train.texts import AnsweredText, Windows, read_answers
 
 pytestmark = pytest.mark.slow
@@ -288,20 +288,3 @@ def test_the_target_answers_prompts_of_a_file(
     assert main(words) == 0
     assert (tmp_path / "out" / "work" / "answers.jsonl").read_text() == answers
     assert len(list((tmp_path / "out").glob("medusa-24-*.safetensors"))) == 4
-
-
-@pytest.mark.parametrize(
-    ("kind", "changed", "message"),
-    [
-        ("eagle3", {"stepz": 2}, "has no key 'stepz': did you mean steps"),
-        ("eagle3", {"seed": -1}, "seed=-1 cannot be used"),
-        ("exit", {"head": "medusa"}, "head='medusa' cannot be used"),
-        ("draft", {"plan": {"learning_rate": 0}}, "plan.learning_rate=0 cannot be used"),
-        ("medusa", {"loss": 3}, "loss is not a section"),
-    ],
-)
-def test_unusable_values_are_refused(
-    kind: str, changed: dict[str, Any], message: str, place: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=message):
-        check(kind, config(kind, tmp_path, place / "answers.jsonl") | changed)

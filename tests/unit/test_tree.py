@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.policies.tree_growth import most_probable
-from specdec.sampling.transform import top_set, top_stable
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Answers, Candidates, FloatArray, HiddenName, IntArray
 
@@ -309,52 +307,3 @@ def test_trees_beyond_the_first_capacity_equal_the_reference() -> None:
     pair.ref.reroot(pair.ref.nodes[1])
     pair.tree.reroot(1)
     check_equal(pair.tree, pair.ref)
-
-
-def test_missing_ancestors_are_those_outside_a_cache() -> None:
-    """Against a walk up every path; an ancestor above a cached node counts as cached."""
-    rng = np.random.default_rng(3)
-    for _ in range(50):
-        tree = TokenTree(token=0, position=0, root_id=7)
-        for token in range(12):
-            tree.append(rng.integers(0, len(tree), 1), np.array([token]), np.zeros(1))
-        cached = tree.ids[rng.random(len(tree)) < 0.4]
-        slots = rng.permutation(len(tree))[:3]
-        expected = set(slots.tolist())
-        for slot in slots.tolist():
-            for above in tree.path(slot)[-2::-1].tolist():
-                if int(tree.ids[above]) in cached:
-                    break
-                expected.add(above)
-        rows = tree.with_missing_ancestors(slots, partial(np.isin, test_elements=cached))
-        assert rows.tolist() == sorted(expected)
-
-
-def test_candidate_origins_follow_their_nodes() -> None:
-    """Origins of untaken candidates move with their parents, also beside unlabelled answers."""
-    tree = TokenTree(token=0, position=0)
-    tree.append(np.array([0, 0]), np.array([1, 2]), np.full(2, -1.0))
-    shape = (3, 2)
-    tokens, counts = np.arange(6).reshape(shape), np.full(3, 2)
-    labelled = Candidates(
-        tokens=tokens, logprobs=np.zeros(shape), counts=counts, origins=tokens + 10
-    )
-    tree.set_candidates(np.arange(3), labelled, slice(0, 3))
-    tree.reroot(2)
-    tree.take(np.array([0]), np.array([1]))
-    plain = Candidates(tokens=tokens, logprobs=np.zeros(shape), counts=counts)
-    tree.set_candidates(np.array([0]), plain, slice(0, 1))
-    tree.take(np.array([0]), np.array([0]))
-    assert tree.origins.tolist() == [0, 15, 0]
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    values=st.lists(st.sampled_from([0.0, -1.0, -2.5, -np.inf]), max_size=700),
-    num=st.integers(0, 720),
-)
-def test_top_selections_break_ties_by_index(values: list[float], num: int) -> None:
-    array = np.array(values, dtype=np.float64)
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
-    assert top_stable(array, num).tolist() == order
-    assert top_set(array, num).tolist() == sorted(order)

@@ -7,7 +7,7 @@ import pytest
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.options import ModelOptions
-from specdec.runs.jobs import limits, notes_on_models, run_job
+from specdec.runs.jobs import NoProgress, limits, notes_on_models, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -17,9 +17,7 @@ SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=d
 @pytest.mark.parametrize(
     "overrides, device, told",
     [
-        ([], "cuda", []),  # nothing was asked for
         (["model.graphs=auto"], "cpu", []),  # auto captures nothing here
-        (["model.graphs=cuda"], "cuda", []),
         (["model.graphs=auto", *SHARES], "cuda:1", ["executor.target_degree=2"]),
         (["model.compile=true", *SHARES], "cpu", ["model.compile=true: not used for shares"]),
         (["model.kernels=triton", *SHARES[:2], "clock=simulated"], "cuda", []),  # one process
@@ -48,13 +46,7 @@ def test_a_run_says_so(tmp_path):
     """Once, before it decodes."""
     notes: list[str] = []
 
-    class Heard:
-        def phase(self, label, total):
-            """Not of interest."""
-
-        def advance(self, count=1, detail=""):
-            """Not of interest."""
-
+    class Heard(NoProgress):
         def note(self, text):
             notes.append(text)
 

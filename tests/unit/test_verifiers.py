@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from specdec.interfaces import Verifier
-from specdec.sampling.transform import HistoryTracker, SamplingParams
-from specdec.state import DecodeState, RequestState, batch_of
+from specdec.sampling.transform import SamplingParams
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
-from specdec.types import Answers, Candidates, CommitKind, Nodes, Output, Verdict
+from specdec.types import Answers, Candidates, CommitKind, Output, Verdict
 from specdec.verifiers import MatchVerifier, RejectionVerifier
 from strategies.medusa import TypicalVerifier
 from strategies.specpipe import RelaxedVerifier, StrictVerifier
@@ -108,34 +108,6 @@ def test_a_walk_ends_where_no_answer_is(verifier):
     assert kinds == {CommitKind.HIT, CommitKind.MISS}
 
 
-def test_a_level_per_step_pipeline_accepts_nothing_and_hits_a_waiting_child():
-    state, request = a_request()
-    tree = request.tree
-    tree.append(np.zeros(3, np.int64), np.array([5, 6, 7]), np.log([0.5, 0.3, 0.2]))
-    answers = Answers(request=0, node_ids=tree.ids[:1].copy(), tokens=np.array([6]))
-    (verdict,) = verdicts_of(MatchVerifier(), state, answers)
-    assert (verdict.accepted_ids.tolist(), verdict.next_token) == ([], 6)
-    assert verdict.num_verified == 2
-    (commit,) = state.commit([verdict])
-    assert (commit.kind, commit.root_id) == (CommitKind.HIT, 2)
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_answers_without_a_live_root_give_no_verdict(cls):
-    state, request = a_request(temperature=1.0)
-    slot = request.tree.append(np.array([0]), np.array([3]), np.zeros(1))
-    probs = np.full((1, VOCAB), 0.25)
-    tokens = np.array([1])
-    ids = request.tree.ids[slot]
-    outputs = (
-        Answers(request=0, node_ids=ids, tokens=tokens, probs=probs),
-        Answers(request=99, node_ids=np.array([0]), tokens=tokens, probs=probs),
-    )
-    assert verdicts_of(cls(), state, *outputs) == []
-    assert request.tree.answered.tolist() == [False, True]
-    assert verdicts_of(cls(), state) == []
-
-
 def pieces_of(answers: Answers, rng: np.random.Generator) -> list[Answers]:
     """The same answers in up to four parts, in any order, so that deep nodes may come first."""
     order = rng.permutation(len(answers.node_ids))
@@ -198,21 +170,6 @@ def test_answers_may_arrive_in_any_order(cls):
 
 
 # Rejection.
-
-
-def test_rejection_refuses_children_out_of_sampling_order():
-    state, request = a_request(temperature=1.0)
-    candidates = Candidates(
-        tokens=np.array([[2, 1]]), logprobs=np.log([[0.5, 0.5]]), counts=np.array([2]),
-        probs=np.array([[0, 0.5, 0.5, 0]]),
-    )  # fmt: skip
-    request.tree.set_candidates(np.array([0]), candidates, slice(0, 1))
-    request.tree.take(np.array([0]), np.array([1]))
-    answers = Answers(
-        request=0, node_ids=np.array([0]), tokens=np.array([0]), probs=np.full((1, 4), 0.25)
-    )
-    with pytest.raises(AssertionError, match="sampling order"):
-        verdicts_of(RejectionVerifier(), state, answers)
 
 
 def test_a_draft_of_a_larger_vocabulary_is_rejected_beyond_the_targets_row():
@@ -290,35 +247,3 @@ def test_typical_compares_with_the_entropy_and_takes_the_longest_path():
     (verdict,) = verdicts_of(TypicalVerifier(), state, answers)
     assert verdict.accepted_ids.tolist() == [1, 3]  # not node 2, which is likelier but ends earlier
     assert verdict.next_token == tree.tokens[6] == 0
-
-
-# Histories.
-
-
-def test_histories_follow_the_tree_through_commits():
-    """Histories rebuilt from rows and commits equal those of the controller's tree."""
-    kinds = []
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        state, request = a_request(prompt=(3, 1, 2), temperature=1.0)
-        book = HistoryTracker()
-        book.open(0, request.tokens)
-        for _ in range(6):
-            tree = request.tree
-            grow(tree, rng, 8)
-            new = np.flatnonzero(tree.submitted_at < 0)
-            new = new[: rng.integers(1, len(new) + 1)]
-            nodes = Nodes(((0, tree.ids[new].copy()),))
-            state.mark_submitted(nodes)
-            book.observe(batch_of(state, nodes).trees[0])
-            slots = np.flatnonzero(tree.submitted_at >= 0)
-            for slot, history in zip(slots, book.histories(0, tree.ids[slots]), strict=True):
-                assert history.tolist() == request.path_tokens(int(slot)).tolist()
-            answers = answers_for(tree, slots[: rng.integers(1, len(slots) + 1)], rng)
-            verdicts = verdicts_of(MatchVerifier(), state, answers)
-            for commit in state.commit(verdicts):
-                book.commit([commit])
-                book.commit([commit])  # idempotent by step
-                kinds.append(commit.kind)
-        book.close(0)
-    assert set(kinds) == {CommitKind.HIT, CommitKind.MISS}

@@ -6,6 +6,7 @@ What it finds is in test_verify_faults.py and in tests/planted.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from scipy import stats
 
 from specdec.certify import Check, Report
 from specdec.certify.cases import Case, letters
+from specdec.certify.certify import certify
 from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE
 from specdec.certify.oracle import (
     Oracle,
@@ -26,13 +28,15 @@ from specdec.certify.oracle import (
     reference_token,
 )
 from specdec.cli.main import main
+from specdec.compose.workbench import Parts, Workbench
 from specdec.config.job import run_job_of
+from specdec.interfaces import Verifier
 from specdec.pairs import RandomPair
 from specdec.policies import Chain
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import StopRules
-from specdec.testing import assert_lossless_parts, certify_parts
+from specdec.testing import assert_lossless_parts
 from specdec.types import Lossless
 from specdec.verifiers import MatchVerifier
 from strategies.medusa import TypicalVerifier
@@ -209,14 +213,12 @@ def test_several_presets_are_certified_and_only_failures_again(
     assert "another configuration" in capsys.readouterr().err
 
 
-def test_a_lossy_verifier_is_said_to_be(tmp_path: Path, capsys) -> None:
-    words = ["verify", "strategy=best_first", "verifier=typical", "model=random"]
-    assert main([*words, f"output_dir={tmp_path / 'out'}"]) == 1
-    stored = json.loads((tmp_path / "out" / "verify.json").read_text("utf-8"))
-    assert stored["lossless"] is False
-    details = {c["name"]: c["detail"] for c in stored["checks"]}
-    assert "total variation" in details["distribution"]
-    assert "lossy" in capsys.readouterr().out
+def test_a_lossy_verifier_is_said_to_be() -> None:
+    words = config("strategy=best_first", "verifier=typical")
+    report = certify(words, checks=["distribution"])
+    assert not report.lossless
+    assert "total variation" in report.checks[0].detail
+    assert "lossy" in report.verdict
 
 
 # Specdec.testing.
@@ -224,30 +226,13 @@ def test_a_lossy_verifier_is_said_to_be(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.slow
 def test_parts_made_in_python_are_certified() -> None:
-    checks = ["greedy_parity", "tree_invariant"]
-    assert_lossless_parts(
-        lambda bench: bench.parts(
+    def with_verifier(verifier: type[Verifier]) -> Callable[[Workbench], Parts]:
+        return lambda bench: bench.parts(
             source=DraftModelSource(runner=bench.draft_runner()),
             policy=Chain(gamma=2),
-            verifier=MatchVerifier(),
-        ),
-        checks=checks,
-    )
-    report = certify_parts(
-        lambda bench: bench.parts(
-            source=DraftModelSource(runner=bench.draft_runner()),
-            policy=Chain(gamma=2),
-            verifier=TypicalVerifier(),
-        ),
-        checks=checks,
-    )
-    assert not report.lossless
-    with pytest.raises(AssertionError, match="lossy"):
-        assert_lossless_parts(
-            lambda bench: bench.parts(
-                source=DraftModelSource(runner=bench.draft_runner()),
-                policy=Chain(gamma=2),
-                verifier=TypicalVerifier(),
-            ),
-            checks=["tree_invariant"],
+            verifier=verifier(),
         )
+
+    assert_lossless_parts(with_verifier(MatchVerifier), checks=["greedy_parity", "tree_invariant"])
+    with pytest.raises(AssertionError, match="lossy"):
+        assert_lossless_parts(with_verifier(TypicalVerifier), checks=["tree_invariant"])

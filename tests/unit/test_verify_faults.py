@@ -23,7 +23,7 @@ from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
-from specdec.policies import FixedWidth, chain
+from specdec.policies import chain
 from specdec.sampling import transform
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sources import Background, DraftModelSource
@@ -37,13 +37,6 @@ from tests.matrix.record_presets import PROFILE
 
 def config(*overrides: str) -> dict:
     return run_job_of(["model=random", *overrides]).config
-
-
-def test_an_honest_strategy_passes() -> None:
-    checks = ["greedy_parity", "cache_invariant", "tree_invariant", "draft_rows"]
-    report = certify(config("strategy=speculative"), checks=checks)
-    assert report.lossless, report.checks
-    assert all(check.passed for check in report.checks)
 
 
 def failed(report: Report, name: str) -> str:
@@ -126,37 +119,6 @@ def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.as_dict()["checks"][0]["result"] == "note"
 
 
-class PartlyDraft(TokenSource):
-    """Answers every third node itself and asks the draft for the rest."""
-
-    def __init__(self, draft: DraftModelSource) -> None:
-        self._draft = draft
-        self.needs, self.vocab_size = draft.needs, draft.vocab_size
-        self.counters = draft.counters
-        self.open, self.commit, self.close = draft.open, draft.commit, draft.close
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        ids = np.concatenate([ids for _, ids in nodes.items])
-        asked = ids % 3 > 0
-        if not asked.any():
-            return Candidates.empty(len(nodes))
-        return self._draft.expand(state, nodes.where(asked), k).spread(asked)
-
-
-@pytest.mark.slow
-def test_a_source_that_leaves_some_nodes_to_the_draft_is_accounted_for() -> None:
-    """Its draft computes fewer nodes than were asked for, and no row in vain."""
-    report = certify_parts(
-        lambda bench: bench.parts(
-            source=PartlyDraft(DraftModelSource(runner=bench.draft_runner())),
-            policy=FixedWidth(width=3, children=2),
-            verifier=MatchVerifier(),
-        ),
-        checks=["greedy_parity", "draft_rows"],
-    )
-    assert [check.result for check in report.checks] == ["passed", "passed"], report.checks
-
-
 def test_a_confident_mixture_is_accounted_for() -> None:
     cfg = config("strategy=mixture", "source.confident=0.01")
     (rows,) = certify(cfg, checks=["draft_rows"]).checks
@@ -236,7 +198,8 @@ def test_the_configured_law_shows_what_small_models_do_not(
         return original(values, temperature * (0.7 if values.shape[1] == 777 else 1.0))
 
     monkeypatch.setattr(transform, "_weights", cold)
-    report = certify(cfg, checks=["sampler", "configured_law"])
+    others = ["sampler"] if verifier == "match" else []  # it does not depend on the verifier
+    report = certify(cfg, checks=[*others, "configured_law"])
     assert report.failed == ("configured_law",), report.checks
 
 
@@ -314,7 +277,7 @@ def test_what_comes_apart_from_its_node_is_found(
     """Answers in any order, and passes that run beside the loop."""
     fired: list[int] = []
     monkeypatch.setattr(owner, name, fault(getattr(owner, name), fired))
-    report = certify(config(*words), checks=QUICK)
+    report = certify(config(*words), checks=QUICK, fail_fast=True)
     assert sum(fired), "the planted code had no effect"
     assert report.failed, report.as_dict()
 
@@ -347,21 +310,12 @@ class WithoutBase:
     open = close = commit = overlap = select = lambda self, *given: None
 
 
-@pytest.mark.parametrize(
-    ("policy", "reason"),
-    [
-        (WithoutSelect, "it lacks select; see specdec.interfaces.TreePolicy"),
-        (WithoutBase, "name a class that subclasses specdec.interfaces.TreePolicy"),
-    ],
-)
-def test_a_policy_without_select_or_base_is_refused(
-    policy: type, reason: str, tmp_path: Path, capsys
-) -> None:
+def test_a_policy_without_select_is_refused(tmp_path: Path, capsys) -> None:
     """In a configuration, before anything runs."""
-    target = f"~policy +policy._target_={__name__}.{policy.__name__}".split()
+    target = f"~policy +policy._target_={__name__}.WithoutSelect".split()
     words = ["verify", "strategy=speculative", "model=random", *target]
     assert main([*words, f"output_dir={tmp_path / 'out'}"]) == 2
-    assert f"{policy.__name__} is not a TreePolicy: {reason}" in capsys.readouterr().err
+    assert "WithoutSelect is not a TreePolicy: it lacks select;" in capsys.readouterr().err
 
 
 def test_a_policy_without_base_is_refused_in_python() -> None:

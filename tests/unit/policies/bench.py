@@ -17,7 +17,6 @@ from specdec.interfaces import Events
 from tests.states import new_request, new_state
 
 __all__ = [
-    "BUSY",
     "READY",
     "Context",
     "Selection",
@@ -83,4 +82,3 @@ class Until(Events):
 
 
 READY = Until(lambda: True)
-BUSY = Until(lambda: False)

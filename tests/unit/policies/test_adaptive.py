@@ -88,12 +88,6 @@ def test_a_source_without_members_is_used_whole():
     assert chosen < 0.8 * seconds(RootOnly(), GOOD)[0]
 
 
-def test_each_request_of_a_batch_has_its_own_choice():
-    policy = Adaptive(arms=arms(), explore=0.02)
-    _, output = seconds(policy, GOOD, num_requests=4, batch=3)
-    assert output == seconds(RootOnly(), GOOD, num_requests=4)[1]
-
-
 def test_losses_are_counted_on_balance():
     """Rounds of an equally good arm lose and win by chance: they leave the budget for trials."""
     twins = [Arm(name=name, policy=small(), member=1) for name in ("one", "other")]

@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 import pytest
 
-from specdec.policies import BestFirst, Static
+from specdec.policies import BestFirst
 
 from .bench import Context, TableSource, children_of
 from .test_shapes import ROOT, select_once
@@ -50,7 +50,7 @@ def mass(nodes: list[Context], table) -> float:
     )
 
 
-@pytest.mark.parametrize("bs", [2, 5, 16, 40, 64])
+@pytest.mark.parametrize("bs", [2, 16, 64])
 @pytest.mark.parametrize("table", [parallel, children_of])
 def test_the_tree_is_the_best_of_all(bs, table):
     source = TableSource(table=table)
@@ -63,16 +63,6 @@ def test_a_call_of_the_source_per_level_is_enough():
     select_once(BestFirst(bs=64, w=64, d="complete"), source)
     assert len(source.calls) <= HEADS + 1  # the last one finds that there is no further head
     assert all(len(contexts) <= 64 for call in source.calls for contexts in call.values())
-
-
-@pytest.mark.parametrize("d", [1, 2])
-def test_fewer_expansions_miss_better_nodes(d):
-    """The comparison can fail: trees of few expansions hold less probability."""
-    whole = select_once(BestFirst(bs=40, w=40, d="complete"), TableSource(table=parallel))
-    part = select_once(BestFirst(bs=40, w=40, d=d), TableSource(table=parallel))
-    shaped = select_once(Static(branching=(6, 2, 1, 1)), TableSource(table=parallel))
-    assert len(shaped) <= 43
-    assert mass(whole, parallel) > max(mass(part, parallel), mass(shaped[:40], parallel))
 
 
 def test_improbable_nodes_are_neither_expanded_nor_submitted():

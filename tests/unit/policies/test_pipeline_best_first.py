@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from experiments.reproduce.lab import Lab
-from specdec.policies import FixedWidth
 from strategies.specpipe_bf import PipelineBestFirst
-from tests.matrix.cells import Cell, config, decode, plain, runner
 
-from .bench import READY, Context, TableSource, children_of, new_request, new_state, run, score
+from .bench import READY, Context, TableSource, children_of, new_request, new_state, score
 
 ROOT = (1, 2, 3)
 WIDTH, CHILDREN = 5, 3
@@ -47,41 +45,6 @@ def test_a_step_is_fed_the_most_probable_nodes_of_any_level(
     assert set(chosen) == set(best)
     assert asked == expanded
     assert passes == 1 or len({len(context) for context in chosen}) > 1, "several levels at once"
-
-
-def test_thin_places_are_reinforced_and_a_step_verifies_several_tokens() -> None:
-    """Both never happen where whole levels are fed, one per step."""
-    found = {}
-    for name, policy in (
-        ("best", PipelineBestFirst(width=6, children=4)),
-        ("levels", FixedWidth(width=6, children=4)),
-    ):
-        done = run(policy, latency=4, max_new_tokens=60)
-        late, fed = 0, set()
-        for selection in done.log:
-            live = [len(context) for context in fed & selection.before.keys()]
-            late += sum(len(context) < max(live, default=0) for context in selection.chosen)
-            fed |= set(selection.chosen)
-        lengths = done.requests[0].counters.path_lengths
-        found[name] = (late, sum(n for length, n in lengths.items() if length > 1))
-    assert found["levels"] == (0, 0)
-    assert min(found["best"]) > 0
-
-
-def test_no_node_is_submitted_beyond_the_last_token() -> None:
-    """``run`` asserts it; near the end the budget must not be spent on nothing."""
-    done = run(PipelineBestFirst(width=9, children=9, draft_passes=3), latency=3, max_new_tokens=3)
-    assert len(done.requests[0].output) == 3
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("sampling", ["greedy", "t06"])
-def test_output_is_the_targets_own_at_any_depth(stages: int, sampling: str) -> None:
-    """Real models in float64, batched: equal to plain decoding token by token."""
-    values = config(Cell("draft_model", "specpipe_bf", "match", "pipeline", sampling))
-    values["executor"]["stages"] = stages
-    values["policy"].update(width=6, children=4)
-    assert decode(runner(values)) == plain(sampling)
 
 
 def test_it_needs_a_tenth_fewer_steps_than_whole_levels(tmp_path) -> None:  # type: ignore[no-untyped-def]

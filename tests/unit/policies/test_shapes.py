@@ -12,7 +12,6 @@ from specdec.types import Candidates, Nodes
 from strategies.staged import StagedTree
 
 from .bench import (
-    BUSY,
     READY,
     Context,
     Selection,
@@ -143,35 +142,6 @@ def test_pipelined_level_is_the_best_after_pruning(width: int, children: int, le
     formed = sum(check_level(selection, width, children, levels) for selection in log)
     assert formed > 30
     assert all(selection.calls == 0 for selection in log)
-
-
-def test_fresh_root_goes_alone_then_a_level_per_step() -> None:
-    state, source = new_state(new_request(1, ROOT)), TableSource()
-    policy = FixedWidth(width=4, children=4)
-    levels = [[ROOT], *beam(ROOT, 4, 4, 3)]
-    for step, level in enumerate(levels):
-        state.step = step
-        nodes = policy.select(state, source)
-        assert sorted(chosen_contexts(nodes, state)) == sorted(level)
-        state.mark_submitted(nodes)
-        policy.overlap(state, source, BUSY)
-        assert len(source.calls) == step + 1
-        assert sorted(source.calls[-1][1]) == sorted(level)
-
-
-def test_two_levels_per_step() -> None:
-    """The first of two levels is chosen in overlap, the second in select; the beam is the same."""
-    state, source = new_state(new_request(1, ROOT)), TableSource()
-    policy = FixedWidth(width=4, children=4, levels_per_step=2)
-    levels = beam(ROOT, 4, 4, 4)
-    steps = [[ROOT], levels[0] + levels[1], levels[2] + levels[3]]
-    for step, expected in enumerate(steps):
-        state.step = step
-        nodes = policy.select(state, source)
-        assert sorted(chosen_contexts(nodes, state)) == sorted(expected)
-        state.mark_submitted(nodes)
-        policy.overlap(state, source, READY)
-        assert len(source.calls) == 2 * (step + 1)
 
 
 def test_partial_refill_costs_no_forward() -> None:
