@@ -15,7 +15,6 @@ from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase, decode_speed
 
-_LEVEL = 0.95  # coverage of bootstrap intervals
 _RANGES = ("tokens_per_s", "tbt_ms_mean", "ttft_ms", "overhead_share")
 
 
@@ -56,7 +55,8 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> dict[str, Any]:
     pairs = list(zip(runs, ar_runs, strict=bool(ar_runs)))
     if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
         pairs, ar_runs = [], ()  # times of different clocks have no ratio
-    ratios = speed_ratios(runs, ar_runs) if pairs else []
+    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
+    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
     theories = [theoretical_speedup(run, ar) for run, ar in pairs]
     table = paired_phases(runs, ar_runs)
     prompts = _ratios(table).groupby("id").median()
@@ -74,12 +74,6 @@ def _range(values: list[float]) -> list[float] | None:
     return [min(values), max(values)] if values else None
 
 
-def speed_ratios(runs: Sequence[Run], ar_runs: Sequence[Run]) -> list[float]:
-    pairs = zip(runs, ar_runs, strict=True)
-    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
-    return [speed / plain for speed, plain in speeds if speed is not None and plain]
-
-
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
     """Predicts the speed-up over ``ar`` from the run's own counts, on any clock and executor; None
     without a speed of ``ar``, or without a latency.
@@ -87,19 +81,17 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
     With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns * t / L
     seconds plus its drafting time.
     """
-    speed, totals = decode_speed(ar.results), run.totals
-    ways = []  # through the target, per token
+    speed, ways = decode_speed(ar.results), list[float]()  # ways through the target, per token
     for each in (ar, run):
-        counts, tokens = each.totals, sum(len(result.output) for result in each.results)
+        totals, tokens = each.totals, sum(len(result.output) for result in each.results)
         # The loop's decoding turns: target passes, or pipeline steps other than prefill.
-        one = counts.latency == 1
-        turns = counts.target_passes if one else counts.steps - counts.prefill_passes
-        if not (counts.latency and turns and tokens):
+        one = totals.latency == 1
+        turns = totals.target_passes if one else totals.steps - totals.prefill_passes
+        if not (totals.latency and turns and tokens):
             return None
-        ways.append(turns / counts.latency / tokens)
-    tokens = sum(len(result.output) for result in run.results)
-    drafting_s = (totals.draft_total_s - (totals.draft_hidden_s or 0.0)) / tokens
-    return None if not speed else ways[0] / speed / (ways[1] / speed + drafting_s)
+        ways.append(turns / totals.latency / tokens)
+    drafting_s = (totals.draft_total_s - (totals.draft_hidden_s or 0.0)) / tokens  # of ``run``
+    return ways[0] / speed / (ways[1] / speed + drafting_s) if speed else None
 
 
 # ---------------------------------------------------------------------- equality of tokens
@@ -132,22 +124,17 @@ def lossless_against(
                 f"the ar results of prompt {row.id} differ from each other: the reference is not"
                 " deterministic, so nothing can be compared with it"
             )
-    missing = expected.keys() - {row.id for row in rows}
-    differing: list[tuple[int, int, int | None, int | None]] = [
-        (i, -1, None, None) for i in missing
-    ]
-    for row in rows if expected else ():
-        plain = expected.get(row.id)
-        if plain is None:
-            differing.append((row.id, -1, None, None))
-        elif (at := first_difference(row.output, plain)) is not None:
-            ours, theirs = ([*tokens, None][min(at, len(tokens))] for tokens in (row.output, plain))
-            differing.append((row.id, at, ours, theirs))
+    unpaired = expected.keys() ^ {row.id for row in rows} if expected else ()
+    compared = [(row.id, row.output, expected[row.id]) for row in rows if row.id in expected]
+    differing: list[tuple[Any, ...]] = [(i, -1, None, None) for i in unpaired]
+    for i, *outputs in compared:
+        if (at := first_difference(*outputs)) is not None:
+            differing.append((i, at, *([*own, None][min(at, len(own))] for own in outputs)))
     names = ("id", "position", "token", "ar_token")
     first = sorted(dict.fromkeys(differing), key=lambda d: d[0])
     return {
         "lossless": not first if expected else None,
-        "num_compared": sum(row.id in expected for row in rows),
+        "num_compared": len(compared),
         "num_differing": len({d[0] for d in first}),
         "differing": [dict(zip(names, d, strict=True)) for d in first],
     }
@@ -209,6 +196,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
+    """Returns a bootstrap interval with a coverage of 95 %."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():
@@ -219,7 +207,6 @@ def _interval(
         paired=True,
         vectorized=True,
         method="percentile",
-        confidence_level=_LEVEL,
         n_resamples=num_resamples,
         rng=np.random.default_rng(0),
     ).confidence_interval

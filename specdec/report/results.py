@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pandas import DataFrame, concat
+from pydantic import ConfigDict, TypeAdapter
 
 from specdec.errors import UserError
 from specdec.files import parse_json, parse_yaml, plain
@@ -32,14 +33,14 @@ _SHARED = (  # A run and its baseline must agree in these configuration keys
 )
 _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 
-Config = dict[str, Any]
-
 
 # ---------------------------------------------------------------------- requests.jsonl
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of all parts: other keys are damage
+
     strategy: str  # name of the preset
     repeat: int  # index from 0
     result: RequestResult
@@ -48,6 +49,9 @@ class RequestRecord:
     cpu: Mapping[str, Any] | None = None  # see ``runs.cpu_times``; None if not measured
     disturbed: str = ""  # why the times do not count; "" if they do
     category: str = ""  # of the prompt in its data set, or ""
+
+
+_RECORD, _OWN = TypeAdapter(RequestRecord), [own.name for own in fields(RequestRecord)]
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
@@ -101,11 +105,14 @@ def read_requests(path: str | Path) -> list[RequestRecord]:
 
 def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
     """Returns the repeats with finished prompts of one strategy, for ``metrics.comparison_row``."""
-    repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
+    repeats: dict[int, list[RequestRecord]] = {}
     for record in records:
         if record.totals is not None:
-            repeats.setdefault(record.repeat, []).append((record.result, record.totals))
-    return [Run.of(counted) for _, counted in sorted(repeats.items())]
+            repeats.setdefault(record.repeat, []).append(record)
+    return [
+        Run(tuple(r.result for r in own), RunTotals.merge(r.totals for r in own if r.totals))
+        for _, own in sorted(repeats.items())
+    ]
 
 
 def _read(path: Path) -> tuple[list[RequestRecord], int]:
@@ -119,7 +126,9 @@ def _read(path: Path) -> tuple[list[RequestRecord], int]:
         try:
             if text.strip():
                 values = parse_json(text)
-                records.append(_record(values))
+                values.pop("speculative_decoding", None)  # derived from the counters
+                own = {name: values.pop(name) for name in _OWN if name in values}
+                records.append(_RECORD.validate_python({**own, "result": values}))
         except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
             if values is None and number == len(lines):
                 break
@@ -128,15 +137,6 @@ def _read(path: Path) -> tuple[list[RequestRecord], int]:
             ) from error
         length += len(text) + 1
     return records, length
-
-
-def _record(line: dict[str, Any]) -> RequestRecord:
-    line.pop("speculative_decoding", None)  # derived from the counters
-    totals = line.pop("totals")
-    own = {k: line.pop(k) for k in ("strategy", "repeat", "prompt")}
-    own |= {k: line.pop(k) for k in ("cpu", "disturbed", "category") if k in line}
-    totals = None if totals is None else RunTotals.from_json(totals)
-    return RequestRecord(result=RequestResult.from_json(line), totals=totals, **own)
 
 
 # ---------------------------------------------------------------------- folders
@@ -149,11 +149,11 @@ class Result:
     folder: Path
     name: str  # of the job within a sweep, otherwise of the strategy
     strategy: str  # name of the preset
-    config: Config  # content of ``config.yaml`` as plain values
+    config: dict[str, Any]  # content of ``config.yaml`` as plain values
     records: tuple[RequestRecord, ...]  # finished prompts in file order
     summary: Mapping[str, Any] | None  # metrics of a complete run, or row of a comparison
     conditions: Mapping[str, Any]  # data, models and environment of the run
-    ends: Mapping[str, Sequence[int]]  # prompt id -> ``token_ends``; empty without a tokenizer
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)  # prompt id -> ``token_ends``
     plain: Sequence[Run] = ()  # repeats of plain decoding that it is compared with
 
     @property
@@ -197,14 +197,10 @@ def _in_number_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
 
 
-_SWEPT = re.compile(r"(?:^|,)\+*([\w./@]+)=")
-
-
 def swept_values(job: str) -> dict[str, str]:
     """Splits the name of a sweep's job into keys and values, which may have commas."""
-    found = [*_SWEPT.finditer(job)]
-    starts = [*(match.start() for match in found), len(job)]
-    return {m[1]: job[m.end() : end] for m, end in zip(found, starts[1:], strict=True)}
+    _, *parts = re.split(r"(?:^|,)\+*([\w./@]+)=", job)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def row_name(values: Mapping[str, str]) -> str:
@@ -327,14 +323,10 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
         records = read_requests(folder / REQUESTS_FILE)
         ends = read_object(folder / ENDS_FILE) or {}
         compared = config.get("command") == "compare"
-        if compared:
-            found = read_object(folder / COMPARISON_FILE) or {}
-            configs = config["strategies"]
-            summaries = {row["strategy"]: row for row in found.get("rows", ())}
-        else:
-            found = read_object(folder / SUMMARY_FILE) or {}
-            configs = {str(config["strategy"]["name"]): config}
-            summaries = dict.fromkeys(configs, found or None)
+        configs = config["strategies"] if compared else {str(config["strategy"]["name"]): config}
+        found = read_object(folder / (COMPARISON_FILE if compared else SUMMARY_FILE)) or {}
+        rows = found.get("rows", [found]) if found else []
+        summaries = {row["strategy"]: row for row in rows}
         return [
             Result(
                 folder=folder,

@@ -47,7 +47,6 @@ from specdec.types import IntArray
 LOGS_FOLDER = "logs"  # subfolder of a run folder with the output of its ranks, ``rank<r>.log``
 _SYNTHETIC_PROMPT_TOKENS = 16
 _MAX_SYNTHETIC_PROMPTS = 1_000_000
-_RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
 class Progress(Protocol):
@@ -95,16 +94,8 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     }
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
-    result = Result(
-        folder=output_dir,
-        name=runner.name,
-        strategy=runner.name,
-        config=cfg,
-        records=tuple(decoding.records.values()),
-        summary=summary,
-        conditions=conditions,
-        ends={},
-    )
+    records, name = tuple(decoding.records.values()), runner.name
+    result = Result(output_dir, name, name, cfg, records, summary, conditions)
     write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
@@ -147,11 +138,6 @@ def compare_jobs(
     return comparison
 
 
-def _on_processes(cfg: Mapping[str, Any]) -> bool:
-    simulated = cfg.get("clock", {}).get("kind") == "simulated"
-    return not simulated and cfg.get("executor", {}).get("transport") == "distributed"
-
-
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
@@ -168,7 +154,8 @@ class _Decoding:
     ) -> None:
         self._cfgs, self._folder, self._progress = cfgs, folder, progress
         self._base = cfgs[0]
-        if any(_on_processes(cfg) for cfg in cfgs):
+        distributed = [c for c in cfgs if c.get("executor", {}).get("transport") == "distributed"]
+        if any(cfg.get("clock", {}).get("kind") != "simulated" for cfg in distributed):
             prepare_ranks()
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
@@ -250,11 +237,10 @@ class _Decoding:
         for number, group in enumerate(groups):
             shift = (number + repeat) % len(self.runners)  # rotates which row meets cold caches
             for runner in [*self.runners[shift:], *self.runners[:shift]]:
-                self._measure(runner, repeat, group, writer)
-                turn = self._next_turn(group[0], runner.name, repeat) if alone else None
-                while turn is not None:
-                    self._measure(runner, repeat, [turn], writer)
-                    turn = self._next_turn(turn, runner.name, repeat)
+                turns: Sequence[TokenPrompt] = group
+                while turns:
+                    self._measure(runner, repeat, turns, writer)
+                    turns = self._next_turn(turns[0], runner.name, repeat) if alone else ()
 
     def _measure(
         self, runner: Runner, repeat: int, group: Sequence[TokenPrompt], writer: RequestWriter
@@ -293,19 +279,19 @@ class _Decoding:
         all_turns = self._base["data"].get("turns", "first") == "all"
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
-    def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> TokenPrompt | None:
+    def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> list[TokenPrompt]:
         """Makes the turn of a dialogue after ``prompt`` and the strategy's own answers
-        (``data.turns=all``); None after the last.
+        (``data.turns=all``); none after the last.
         """
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
-            return None
+            return []
         assert prompt.source is not None, "data= has sources"
         earlier = [self.records[name, repeat, first + t * TURN_IDS] for t in range(turn + 1)]
         answers = [record.result.text for record in earlier]
         label = f"turn {turn + 2} of prompt {first} of data={self._base['data']['name']}"
         tokens, _ = _fitted(self._base, self.pair, prompt.source, label, answers)
-        return TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)
+        return [TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)]
 
     def answers(self) -> dict[str, list[Answer]]:
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
@@ -321,6 +307,7 @@ class _Decoding:
         self._progress.phase("recording the draft", len(results))
         models, conditions = pair.section(), self.conditions(1)
         names = {k: models[k] for k in ("target", "draft") if models.get(k)}
+        stated = ("data", "sampling", "dtype", "seed", "max_new_tokens")
         record = record_run(
             pair=pair,
             prompts={prompt.id: prompt.tokens for prompt in self._prompts},
@@ -329,7 +316,7 @@ class _Decoding:
             about={
                 "strategy": cfg["strategy"]["name"],
                 "model": {"kind": cfg["model"]["kind"], **names},
-                **{k: v for k, v in conditions.items() if k in _RECORDED_CONDITIONS},
+                **{k: v for k, v in conditions.items() if k in stated},
                 "sampling_params": dict(cfg["sampling"]),
                 "provenance": provenance(command=sys.argv, config=cfg),
             },
@@ -339,13 +326,14 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    kinds: dict[str, Any] = {
-        "hf": baseline_of_transformers,
-        "rival": baseline_of_runtime,
-        "endpoint": baseline_of_endpoint,
-    }
-    make = kinds.get(cfg["strategy"]["kind"])
-    return PartsRunner(cfg=cfg, pair=pair, stop=stop) if make is None else make(cfg, pair, stop)
+    match cfg["strategy"]["kind"]:
+        case "hf":
+            return baseline_of_transformers(cfg, pair, stop)
+        case "rival":
+            return baseline_of_runtime(cfg, pair, stop)
+        case "endpoint":
+            return baseline_of_endpoint(cfg, pair, stop)
+    return PartsRunner(cfg=cfg, pair=pair, stop=stop)
 
 
 def prepare(

@@ -33,6 +33,11 @@ class TokenPrompt:
     tokens: IntArray  # int64[T]
     source: Prompt | None = None  # None for tokens alone
 
+    def request(self, stop: StopRules, sampling: SamplingParams, at_s: float) -> RequestState:
+        return RequestState(
+            request_id=self.id, prompt=self.tokens, stop=stop, sampling=sampling, arrival_s=at_s
+        )
+
 
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
 """Backend of a pair -> the program that runs its models."""
@@ -93,10 +98,8 @@ class OneByOne(Runner):
         )
 
     def new_request(self, prompt: TokenPrompt) -> RequestState:
-        request = RequestState(
-            request_id=prompt.id, prompt=prompt.tokens, stop=self.stop, sampling=self.sampling
-        )
-        request.arrival_s = request.admitted_s = perf_counter() - self._origin_s
+        request = prompt.request(self.stop, self.sampling, perf_counter() - self._origin_s)
+        request.admitted_s = request.arrival_s
         return request
 
     def seed_of(self, prompt: TokenPrompt, dtype: Any = np.uint32) -> int:
@@ -150,10 +153,9 @@ class PartsRunner(Runner):
         self.pids = self.parts.executor.pids
         self.claims = self.parts.verifier.lossless
         self.trace = RunTrace(self.parts.clock) if cfg.get("trace") else None
-        self._cfg, self._stop, self._pair = cfg, stop, pair
-        self._sampling = sampling_params(cfg["sampling"])
-        self._on_step = on_step
-        self._new_request = new_request or self._plain_request
+        self._cfg, self._pair = cfg, pair
+        self._on_step, sampling = on_step, sampling_params(cfg["sampling"])
+        self._new_request = new_request or (lambda own, at_s: own.request(stop, sampling, at_s))
 
     def run(
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
@@ -226,15 +228,6 @@ class PartsRunner(Runner):
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
-        )
-
-    def _plain_request(self, prompt: TokenPrompt, arrival_s: float) -> RequestState:
-        return RequestState(
-            request_id=prompt.id,
-            prompt=prompt.tokens,
-            stop=self._stop,
-            sampling=self._sampling,
-            arrival_s=arrival_s,
         )
 
     def close(self) -> None:
