@@ -1,6 +1,4 @@
-"""Builds one row of a comparison: medians over repeats, ratios to ``ar`` (plain decoding), equality
-of tokens.
-"""
+"""Compares a strategy with ``ar`` (plain decoding): ratios of times, equality of tokens."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -75,8 +73,7 @@ def _range(values: list[float]) -> list[float] | None:
 
 
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
-    """Predicts the speed-up over ``ar`` from the run's own counts, on any clock and executor; None
-    without a speed of ``ar``, or without a latency.
+    """Predicts the speed-up over ``ar`` from the run's own counts; None without a latency or speed.
 
     With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns * t / L
     seconds plus its drafting time.
@@ -106,12 +103,10 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 def lossless_against(
     rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
 ) -> dict[str, Any]:
-    """Compares a strategy's outputs with those of ``ar`` in the same run; ValueError if results of
-    ``ar`` differ.
+    """Compares a strategy's outputs with those of ``ar``; ValueError if results of ``ar`` differ.
 
     Prompts that only one side has and outputs that end early count as different. Every repeat is
-    compared with the first ``ar`` result, without tolerance for ties (``certify.numerics`` has
-    one).
+    compared with the first ``ar`` result. Ties are not tolerated (``certify.numerics`` does so).
 
     Returns ``lossless``, None if nothing was compared; ``num_compared`` outputs, ``num_differing``
     prompts, and ``differing``: the first difference of each output, at position -1 if an output is
@@ -171,9 +166,7 @@ def speed_ratio_interval(
     *,
     num_resamples: int = 2000,
 ) -> list[float] | None:
-    """Returns the 95 % bootstrap interval of the ratio of decode speeds over prompts, with repeats
-    pooled; None with fewer than two common prompts, or without times.
-    """
+    """Returns the interval of the ratio of decode speeds over prompts, with repeats pooled."""
     ours, plain = (
         decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
         for of in (results, ar_results)
@@ -196,7 +189,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Returns a bootstrap interval with a coverage of 95 %."""
+    """Returns a bootstrap interval with a coverage of 95 %; None of less than two rows or times."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():

@@ -76,9 +76,7 @@ class RequestCounters:
         return RequestCounters(**{n: total([getattr(p, n) for p in parts]) for n in names})
 
     def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
-        """Counts one answer with ``depth`` accepted draft tokens and ``num_verified`` judged
-        candidates.
-        """
+        """Counts an answer with ``depth`` accepted and ``num_verified`` judged candidates."""
         self.answers += 1
         self.accepted += depth
         self.hits += hit

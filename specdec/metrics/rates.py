@@ -121,9 +121,7 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
-    """Maps each bucket's (exclusive) end of context length to the share of its tokens that a source
-    proposed.
-    """
+    """Maps each bucket's (exclusive) end of context length to the share of drafted tokens."""
     # frexp returns the number of bits of an integer.
     return _drafted_by(
         results, lambda r, at: np.maximum(LEAST_CONTEXT, 1 << np.frexp(r.num_prompt + at)[1])

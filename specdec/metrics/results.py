@@ -1,6 +1,4 @@
-"""Raw counts of finished requests and of whole runs, also of baselines, from which all rates are
-derived.
-"""
+"""Raw counts of requests and runs, also of baselines, from which all rates are derived."""
 
 from __future__ import annotations
 

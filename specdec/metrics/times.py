@@ -11,9 +11,7 @@ from specdec.types import FloatArray
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """A request after its first emission, at whose time the decode phase starts with the next
-    token.
-    """
+    """A request after its first emission; the phase starts at that time, with the next token."""
 
     tokens: int  # emitted later than the first
     seconds: float  # from the first emission to the last

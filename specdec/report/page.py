@@ -131,9 +131,7 @@ def text_of(
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the first traced run's pictures by name, and the trees of one, or of two that decode
-    the same prompts.
-    """
+    """Returns the first traced run's pictures, and the trees of one or two of the same prompts."""
     styles, tracks = styles_of(report.results), list[traced.Track]()
     pictures: dict[str, bytes | None] = {}
     shown: dict[str, Any] = {}
@@ -218,10 +216,7 @@ def write_sweep(folder: Path) -> None:
 
 
 def _swept_png(report: ResultsReport) -> bytes | None:
-    """Plots figures over the first swept key whose values are numbers; None if there is none.
-
-    Jobs that agree in the other keys are one curve.
-    """
+    """Plots figures over the first swept number, a curve per combination of the other values."""
     keys = pd.DataFrame([swept_values(result.folder.name) for result in report.complete])
     numbers = keys.drop(columns="seed", errors="ignore").apply(pd.to_numeric, errors="coerce")
     swept = [key for key in numbers if numbers[key].notna().all() and numbers[key].nunique() > 1]
@@ -252,12 +247,9 @@ def _swept_png(report: ResultsReport) -> bytes | None:
 
 
 def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:
-    """Ranks the complete runs under ``folders`` that share model, data, sampling and machine.
+    """Ranks the complete runs that share model, data, sampling and machine; UserError without any.
 
     Each row links the folder of its run, relative to the page. Rows without a speed-up are last.
-
-    Raises:
-        UserError: no run in any folder is complete.
     """
     ranked: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
     for report in map(load_report, folders):

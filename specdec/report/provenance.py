@@ -83,9 +83,7 @@ def host_memory() -> int | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Describes the git repository that contains this package, a dirty tree by the hash of its
-    tracked changes.
-    """
+    """Describes this package's git repository, and its tracked changes by their hash."""
     revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.
     tracked = _git("ls-files", "--error-unmatch", "provenance.py") is not None

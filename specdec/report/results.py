@@ -94,11 +94,7 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads the finished requests, the last line of each; none if the file does not exist.
-
-    An incomplete last line, left by a killed process, is ignored; any other damaged line is
-    refused.
-    """
+    """Reads the finished requests, the last line of each; a torn last line is ignored."""
     records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
 
@@ -170,9 +166,7 @@ class Result:
 
 
 def read(folder: str | Path) -> list[Result]:
-    """Reads all runs, comparisons and sweeps in a folder and its subfolders: one entry per strategy
-    and run folder.
-    """
+    """Reads runs, comparisons and sweeps under a folder: an entry per strategy and run folder."""
     base = Path(folder).expanduser()
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
@@ -210,9 +204,7 @@ def row_name(values: Mapping[str, str]) -> str:
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """Finds the ``ar`` result with the same prompts, models, devices, clock and seed; in a complete
-    comparison its own ``ar`` row.
-    """
+    """Finds the ``ar`` result of the same comparison, or with the same values of ``_SHARED``."""
     compared = "speedup_wall" in (result.summary or {})
     for other in results:
         shared = (other.config.get(k) == result.config.get(k) for k in _SHARED)
@@ -281,11 +273,7 @@ def token_frame(*sources: Source) -> DataFrame:
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's ``prompt`` (id), sizes, speeds, raw counts and text; undefined values
-    are None.
-
-    ``acceptance_length`` is in tokens decided per answer.
-    """
+    """Returns one prompt's metrics, with ``acceptance_length`` in tokens decided per answer."""
     c, phase, count = result.counters, decode_phase(result), len(result.output)
     return {
         "prompt": result.id,
@@ -302,9 +290,7 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
 
 
 def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
-    """Returns a frame with ``domain`` (category, Spec-Bench's task or data set), ``tokens`` and
-    ``drafted`` (tokens that a source proposed) of each finished prompt of the first repeat.
-    """
+    """Returns ``domain`` (category, task or data set), ``tokens``, ``drafted`` of each prompt."""
     rows = [
         (
             task_of(record.category) or record.prompt.rpartition("/")[0],

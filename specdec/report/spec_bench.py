@@ -30,9 +30,9 @@ _TASK_OF = {category: task for task, categories in TASKS.items() for category in
 def answers_of(
     prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
 ) -> list[Answer]:
-    """Builds a strategy's answers, one per question, with a choice per repeat and a request per
-    turn; ``wall_time`` is from admission to the last token by the run's clock. Prompts without
-    ``question_id`` have no answer.
+    """Builds a strategy's answers, one per question: a choice per repeat, with a request per turn.
+
+    ``wall_time`` is from admission to the last token. Prompts without ``question_id`` have none.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for questions, results in zip(turns, repeats, strict=True):
@@ -78,7 +78,8 @@ def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Pat
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns figures per Spec-Bench task, or category of other sets, and over all questions:
+    """Returns figures per Spec-Bench task, or category of other sets, and over all questions.
+
     ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps, ``speedup`` the median
     over repeats.
     """

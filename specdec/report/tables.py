@@ -166,9 +166,7 @@ def print_table(
     *,
     advice: Sequence[str] = (),
 ) -> None:
-    """Prints the comparison, notes and advice; a narrow terminal gets several tables that repeat
-    the first column.
-    """
+    """Prints the comparison, notes and advice; on a narrow terminal in several tables."""
     console, rows = console or Console(), shown_rows(rows, conditions)
     show = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     show(title_of(conditions))

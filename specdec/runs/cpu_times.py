@@ -83,9 +83,7 @@ class CpuMeter:
         return rounded | flags
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
-        """Returns (process, thread) -> (CPU seconds, seconds waiting), and the other counts; takes
-        20 us per thread.
-        """
+        """Returns (process, thread) -> seconds (computing, waiting), and counts; 20 us a thread."""
         threads = {}
         for pid in (os.getpid(), *self._pids):
             for file in (self._proc / str(pid) / "task").glob("*/schedstat"):

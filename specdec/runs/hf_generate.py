@@ -56,9 +56,7 @@ class PassLog:
 
 
 class Emissions(StoppingCriteria):
-    """Adds the tokens of each target pass to a request, and counts them in ``sizes``, also after
-    its end.
-    """
+    """Adds each target pass's tokens to a request; ``sizes`` counts them, also after its end."""
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
         self.sizes: list[int] = []

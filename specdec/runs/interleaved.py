@@ -24,8 +24,7 @@ TURN_S = 0.1
 def run_interleaved(
     runners: Sequence[PartsRunner], prompts: Sequence[TokenPrompt]
 ) -> list[tuple[list[RequestResult], RunTotals]]:
-    """Decodes the prompts with every runner; a runner's measured clock stands still in the others'
-    turns.
+    """Decodes the prompts with every runner, whose measured clock stands still in others' turns.
 
     A strategy whose draft model works in a thread, which would continue in the others' turns, is
     not interrupted. Returns per runner the requests, in the order of finishing, and the totals.

@@ -280,9 +280,7 @@ class _Decoding:
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
     def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> list[TokenPrompt]:
-        """Makes the turn of a dialogue after ``prompt`` and the strategy's own answers
-        (``data.turns=all``); none after the last.
-        """
+        """Makes a dialogue's next turn, with the strategy's own answers (``data.turns=all``)."""
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
             return []
@@ -339,10 +337,9 @@ def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Ru
 def prepare(
     cfg: Mapping[str, Any], pair: ModelPair | None = None, progress: Progress | None = None
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Builds a pair, unless one is given, says how large its weights are, and loads its prompts.
+    """Loads a pair, unless one is given, and its prompts, random ones without a tokenizer.
 
-    Returns the pair, prompts that fit its positions (random ones without a tokenizer), and how many
-    were shortened.
+    Returns the pair, prompts that fit its positions, and how many were shortened.
     """
     pair = pair or build_pair(cfg["model"])
     if progress is not None:

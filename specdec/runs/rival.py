@@ -86,8 +86,7 @@ class RivalBaseline(OneByOne):
 
 
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    """Starts the runtime of a configuration whose strategy has kind ``rival``; models are converted
-    on first use.
+    """Starts the runtime of a strategy of kind ``rival``; models are converted on first use.
 
     Refused are runtimes that are not installed, and pairs that are not from folders (llama.cpp:
     GGUF files), on the CPU, in a dtype of the runtime.
@@ -145,9 +144,7 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
 def nats_per_byte(
     pair: PretrainedPair, server: RivalProcess, runtime: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Returns the loss of a runtime's model and of the pair's target on ``HELD_OUT``, in -log p per
-    byte of text.
-    """
+    """Returns -log p per byte of ``HELD_OUT`` by the runtime's model and by the pair's target."""
     text = HELD_OUT.read_text(encoding="utf-8")
     ids = pair.tokenizer(text, add_special_tokens=False)["input_ids"]
     size = len(text.encode()) - len(pair.tokenizer.decode(ids[:1]).encode())

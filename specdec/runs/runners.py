@@ -143,9 +143,8 @@ class PartsRunner(Runner):
         on_step: Callable[[DecodeState], None] | None = None,
         new_request: Callable[[TokenPrompt, float], RequestState] | None = None,
     ) -> None:
-        """Composes the strategy; see ``compose`` for errors. ``on_step`` is called with the state
-        after each step of ``run`` and may cancel requests; ``new_request`` makes one from a prompt
-        and its arrival time.
+        """Composes the strategy; ``on_step``, called with the state after each step of ``run``, may
+        cancel requests; ``new_request`` makes one from a prompt and its arrival time.
         """
         self.name = str(cfg["strategy"]["name"])
         self.parts: Parts = compose(cfg, pair)
@@ -294,9 +293,7 @@ class RunBook:
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
     def take(self, *, at_end: bool = False) -> dict[str, Any]:
-        """Returns fields of ``RunTotals``: the counts since the last call; ``at_end`` also those of
-        other processes.
-        """
+        """Returns counts since the last call as fields of ``RunTotals``; see ``at_end`` above."""
         wall_s, parts, load = self._now() - self._wall_s, self._parts, self._state.load
         source, executor, meter = parts.source.counters, parts.executor.counters, parts.meter
         if at_end or not parts.executor.distributed:

@@ -20,8 +20,7 @@ _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
 
 
 class Judgement(NamedTuple):
-    """How the draft and the target rated the token that was decided after a node; ranks are by
-    probability, 1 the most probable.
+    """How draft and target rated a decided token; ranks are by probability, 1 the most probable.
 
     The *top* candidate is the draft's most probable one. Values are None without candidates, the
     target's also without its distribution.
