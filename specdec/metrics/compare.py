@@ -139,9 +139,7 @@ def lossless_against(
 
 
 def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
-    """Returns ``tokens``, ``seconds``, ``ar_tokens``, ``ar_seconds`` of the prompts that both sides
-    have; index: repeat and prompt id.
-    """
+    """Joins ``decode_phases`` of prompts in both runs; ``ar``'s columns have the prefix ``ar_``."""
     return decode_phases(runs).join(decode_phases(ar_runs).add_prefix("ar_"), how="inner")
 
 

@@ -48,19 +48,15 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
 
 
 def write_token_ends(
-    folder: str | Path, results: Mapping[str, Iterable[RequestResult]], tokenizer: Any
-) -> Path | None:
-    if tokenizer is None:
-        return None
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))  # as in ``text``
-
+    folder: Path,
+    results: Mapping[str, Iterable[RequestResult]],
+    decode: Callable[[Sequence[int]], str],
+) -> None:
     ends = {
         strategy: {result.id: token_ends(result.output, decode) for result in outputs}
         for strategy, outputs in results.items()
     }
-    return write_json(Path(folder) / ENDS_FILE, ends)
+    write_json(folder / ENDS_FILE, ends)
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
@@ -73,8 +69,8 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]
         bounds = [0, *(min(end, len(result.text)) for end in ends)]
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
-    runs = groupby(zip(result.origins, texts, strict=True), key=itemgetter(0))
-    return [TextPiece("".join(text for _, text in run), origin) for origin, run in runs]
+    runs = groupby(map(TextPiece, texts, result.origins), key=itemgetter(1))
+    return [TextPiece("".join(piece.text for piece in run), origin) for origin, run in runs]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:

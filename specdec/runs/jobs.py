@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,18 +28,17 @@ from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summa
 from specdec.metrics.compare import prompt_speedups
 from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
-from specdec.report.advice import advice_of
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import cpu_info, provenance
 from specdec.report.results import RequestRecord, RequestWriter, Result, runs_of
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
 from specdec.report.styles import row_styles
-from specdec.report.tables import markdown_table, print_table
+from specdec.report.tables import advice_of, markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
 from specdec.runs.hf_generate import baseline_of_transformers
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
-from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
+from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, decoded, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
 from specdec.trace import write_trace
@@ -201,7 +201,8 @@ class _Decoding:
         results = {name: runs[0].results for name, runs in self.runs.items()}
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
-        write_token_ends(self._folder, results, self.pair.tokenizer)
+        if self.pair.tokenizer is not None:
+            write_token_ends(self._folder, results, partial(decoded, tokenizer=self.pair.tokenizer))
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)

@@ -250,7 +250,7 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
 
 def decoded(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Decodes without special tokens such as ``<|im_end|>``; "" without a tokenizer."""
-    return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return "" if tokenizer is None else str(tokenizer.decode([*tokens], skip_special_tokens=True))
 
 
 def emit(request: RequestState, tokens: Sequence[int], times_s: Sequence[float]) -> None:
