@@ -21,6 +21,15 @@ def total(values: Sequence[Any]) -> Any:
     return type(values[0])({key: sum(value.get(key, 0) for value in values) for key in keys})
 
 
+def difference(count: Any, before: Any) -> Any:
+    """Subtracts cumulative counts, in mappings key by key; None where either is unknown."""
+    if count is None or before is None:
+        return None
+    if isinstance(count, dict):
+        return {key: difference(number, before.get(key, 0)) for key, number in count.items()}
+    return count - before
+
+
 @dataclass(slots=True, kw_only=True)
 class SourceCounters:
     """Raw counts of a source's model work; ``RunTotals`` has them with the prefix "draft"."""

@@ -4,8 +4,10 @@
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import perf_counter
 from typing import Any, Self
 
@@ -13,15 +15,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdec.clocks import Clock, ClockKind, ClockReport, WallClock
+from specdec.clocks import Clock, ClockKind, ClockReport, MeasuredClock, WallClock
 from specdec.compose.workbench import Parts, compose
 from specdec.data import Prompt
 from specdec.errors import UserError
 from specdec.interfaces import Executor
 from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics.counters import difference
 from specdec.pairs import ModelPair
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
+from specdec.sources import Background
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -41,6 +45,9 @@ class TokenPrompt:
 
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
 """Backend of a pair -> the program that runs its models."""
+
+TURN_S = 0.1
+"""Seconds of a turn: long enough for some passes of a small model, so that few find cold caches."""
 
 OnFinish = Callable[[RequestResult], None]
 Book = Callable[[RequestResult, RunTotals], None]
@@ -233,6 +240,42 @@ class PartsRunner(Runner):
         self.parts.executor.shutdown()
 
 
+def run_interleaved(
+    runners: Sequence[PartsRunner], prompts: Sequence[TokenPrompt]
+) -> list[tuple[list[RequestResult], RunTotals]]:
+    """Decodes the prompts with every runner, whose measured clock stands still in others' turns.
+
+    The speed of a machine changes within seconds (clock frequency, other tenants of its memory).
+    Runs of half a second, one after the other, then differ by more than the strategies do. In short
+    turns such a change affects all strategies alike. A strategy whose draft model works in a
+    thread, which would continue in the others' turns, is not interrupted.
+
+    Returns per runner the requests, in the order of finishing, and the totals.
+    """
+    results: list[list[RequestResult]] = [[] for _ in runners]
+    totals: dict[int, RunTotals] = {}
+    pairs = zip(runners, results, strict=True)
+    steps = [runner.in_steps(prompts, found.append) for runner, found in pairs]
+    paused: dict[int, float] = {}
+    waiting = deque(range(len(runners)))
+    while waiting:
+        at = waiting.popleft()
+        clock, began = runners[at].parts.clock, perf_counter()
+        assert isinstance(clock, MeasuredClock), "turns need a measured clock"
+        clock.skip(began - paused.get(at, began))
+        turn_s = inf if isinstance(runners[at].parts.source, Background) else TURN_S
+        try:
+            with torch.inference_mode():
+                next(steps[at])
+                while perf_counter() - began < turn_s:
+                    next(steps[at])
+            waiting.append(at)
+        except StopIteration as end:
+            totals[at] = end.value
+        paused[at] = perf_counter()
+    return [(found, totals[at]) for at, found in enumerate(results)]
+
+
 def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) -> RequestResult:
     return RequestResult(
         id=request.id,
@@ -313,7 +356,7 @@ class RunBook:
             "kv_token_steps": load.kv_token_steps,
             **self._ranks,
         }
-        since = {k: difference(count, self._counts.get(k, count)) for k, count in counts.items()}
+        since = difference(counts, self._counts or counts)
         since |= {"model_s": dict(meter.model_s), "model_calls": dict(meter.calls)}
         since |= {"wait_s": meter.wait_s, "wall_s": wall_s, "kv_peak_tokens": load.kv_peak_tokens}
         if parts.clock.drafted is None:
@@ -324,15 +367,6 @@ class RunBook:
         meter.reset()
         self.resume()
         return since
-
-
-def difference(count: Any, before: Any) -> Any:
-    """Subtracts cumulative counts, in mappings key by key; None where either is unknown."""
-    if count is None or before is None:
-        return None
-    if isinstance(count, Mapping):
-        return {key: number - before.get(key, 0) for key, number in count.items()}
-    return count - before
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:
