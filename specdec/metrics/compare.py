@@ -23,8 +23,7 @@ def comparison_row(
     *,
     claims: str = "token",
 ) -> dict[str, Any]:
-    """Returns one row of ``comparison.json`` from the repeats of a strategy; ValueError without
-    runs, or if ``ar`` has another number of repeats.
+    """Returns a row of ``comparison.json``; ValueError without runs, or unless ``ar`` has as many.
 
     The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main
     times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names. Tokens are compared
@@ -91,9 +90,6 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
     return ways[0] / speed / (ways[1] / speed + drafting_s) if speed else None
 
 
-# ---------------------------------------------------------------------- equality of tokens
-
-
 def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | None:
     """Returns the index of the first difference; None if equal. A missing token is a difference."""
     pairs = zip_longest(tokens, ar_tokens)
@@ -135,9 +131,6 @@ def lossless_against(
     }
 
 
-# ---------------------------------------------------------------------- per prompt
-
-
 def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
     """Joins ``decode_phases`` of prompts in both runs; ``ar``'s columns have the prefix ``ar_``."""
     return decode_phases(runs).join(decode_phases(ar_runs).add_prefix("ar_"), how="inner")
@@ -159,10 +152,7 @@ def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[
 
 
 def speed_ratio_interval(
-    results: Sequence[RequestResult],
-    ar_results: Sequence[RequestResult],
-    *,
-    num_resamples: int = 2000,
+    results: Sequence[RequestResult], ar_results: Sequence[RequestResult], num_resamples: int = 2000
 ) -> list[float] | None:
     """Returns the interval of the ratio of decode speeds over prompts, with repeats pooled."""
     ours, plain = (

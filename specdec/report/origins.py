@@ -1,7 +1,4 @@
-"""Shows which source proposed each token, as text in the colours of the sources.
-
-Staged Speculative Decoding (2308.04623), Figure 3, shows tokens in this way.
-"""
+"""Shows which source proposed each token, by colour (Staged Speculative Decoding, Fig. 3)."""
 
 import re
 from collections import Counter
@@ -60,9 +57,7 @@ def write_token_ends(
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
-    """Splits the output into pieces, each from consecutive tokens of one source; without ``ends``
-    (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
-    """
+    """Splits the output by source; without ``ends`` (no tokenizer) tokens are ``#<id>``."""
     if ends is None or len(ends) != len(result.output):
         texts = [f"#{token} " for token in result.output]
     else:

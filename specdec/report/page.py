@@ -200,9 +200,6 @@ def _page(
     )
 
 
-# ---------------------------------------------------------------------- sweeps
-
-
 def write_sweep(folder: Path) -> None:
     """Prints and writes a table of the jobs and, if a swept key is a number, the curves."""
     report = load_report(folder)
@@ -241,9 +238,6 @@ def _swept_png(report: ResultsReport) -> bytes | None:
     return plots.png(
         figure, f"Sweep over {key}", report.conditions, axes if {*labels} != {"all"} else ()
     )
-
-
-# ---------------------------------------------------------------------- rankings
 
 
 def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:

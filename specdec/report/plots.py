@@ -1,7 +1,4 @@
-"""Plots of runs, comparisons and sweeps as PNG, without opening a window.
-
-A strategy or job has one style in all of them. Every title says what the picture is of.
-"""
+"""Plots of runs, comparisons and sweeps as PNG, in all of which a row has the same style."""
 
 from __future__ import annotations
 
@@ -223,9 +220,6 @@ def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
     last = max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
     label = f"position in the output (tokens, buckets of {bucket})"
     tidy(ax, xlabel=label, ylabel=ylabel, xlim=(0, last + bucket / 2), ylim=ylim)
-
-
-# ---------------------------------------------------------------------- figures
 
 
 def tidy(ax: Axes, **labels: Any) -> None:

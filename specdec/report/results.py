@@ -24,17 +24,13 @@ from specdec.report.styles import Style, row_styles
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
 
-ENDS_FILE = "token_ends.json"
-"""A run folder's file that maps strategy -> prompt id -> ``token_ends`` of the output."""
+ENDS_FILE = "token_ends.json"  # strategy -> prompt id -> ``token_ends`` of the output
 
 _SHARED = (  # A run and its baseline must agree in these configuration keys
     *("executor", "model", "data", "sampling", "clock", "seed", "batch_size"),
     *("max_new_tokens", "stop_strings", "ignore_eos"),
 )
 _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
-
-
-# ---------------------------------------------------------------------- requests.jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +129,6 @@ def _read(path: Path) -> tuple[list[RequestRecord], int]:
             ) from error
         length += len(text) + 1
     return records, length
-
-
-# ---------------------------------------------------------------------- folders
 
 
 @dataclass(frozen=True)

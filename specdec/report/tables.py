@@ -223,9 +223,6 @@ def _inline(value: Any) -> str:
     return str(value)
 
 
-# ---------------------------------------------------------------------- notes
-
-
 def notes_of(rows: Sequence[Row]) -> list[str]:
     notes = []
     if any(row.get("fastest") for row in rows):
@@ -285,9 +282,6 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
-
-
-# ---------------------------------------------------------------------- advice
 
 
 def advice_of(

@@ -126,9 +126,6 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
     ax.spines[["top", "right"]].set_visible(False)
 
 
-# ---------------------------------------------------------------------- rejections
-
-
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
     """Returns a row per decided token: a ``Judgement``, its ``reason`` and ``bin`` of the rank."""
     rows = [

@@ -69,9 +69,7 @@ class NoProgress:
 
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Decodes a workload with one strategy; resumes after the prompts in ``requests.jsonl``.
-    Returns the content of ``summary.json``, which is written last.
-    """
+    """Decodes with one strategy, or resumes; returns ``summary.json``, which is written last."""
     decoding = _Decoding([cfg], output_dir, progress)
     decoding.decode(1)
     (runner,) = decoding.runners
@@ -432,9 +430,6 @@ def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) ->
     data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
     origin = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", origin)
-
-
-# ---------------------------------------------------------------------- conditions
 
 
 def conditions_of(

@@ -1,7 +1,4 @@
-"""Runners decode prompts with one strategy and return raw counts, from which rates are derived.
-
-``PartsRunner`` runs this library's decode loop; ``hf_generate`` and ``rival`` run other programs.
-"""
+"""Runners decode prompts with one strategy and return raw counts; rates are derived from them."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -43,11 +40,8 @@ class TokenPrompt:
         )
 
 
-RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
-"""Backend of a pair -> the program that runs its models."""
-
-TURN_S = 0.1
-"""Seconds of a turn: long enough for some passes of a small model, so that few find cold caches."""
+RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}  # backend -> program that runs its models
+TURN_S = 0.1  # long enough for some passes of a small model, so that few of them find cold caches
 
 OnFinish = Callable[[RequestResult], None]
 Book = Callable[[RequestResult, RunTotals], None]
@@ -76,10 +70,9 @@ class Runner(ABC):
 
 @dataclass(kw_only=True, eq=False)
 class OneByOne(Runner):
-    """Base class of baselines that decode one prompt per call of ``generate_one``.
+    """Base class of baselines that decode one prompt per call; ``weight_bytes`` is by model.
 
-    ``weight_bytes`` is by model ("target", "draft"). Draws differ from this library's, so tokens
-    are comparable under greedy decoding only.
+    Draws differ from this library's, so tokens are comparable under greedy decoding only.
     """
 
     name: str = ""

@@ -107,9 +107,6 @@ def _event(
     return head | {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": args}
 
 
-# ---------------------------------------------------------------------- pages
-
-
 @dataclass(frozen=True, slots=True)
 class Track:
     title: str  # one line

@@ -206,11 +206,10 @@ class RunTrace:
         assert clock.timeline is not None, "a traced run's clock has a timeline"
         self.clock = clock
         self.timeline: Timeline = clock.timeline
-        self.trees = TreeRecord()
-        self.began_s = clock.now()
         self._run_step = 0
         self._gathered: list[Span] = []
         self._dropped: dict[int, int] = {}
+        self.clear()
 
     def clear(self) -> None:
         self.timeline.take()
