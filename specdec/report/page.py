@@ -168,7 +168,7 @@ def _page(
     report: ResultsReport, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
 ) -> str:
     path, results = report.folder / "sweep.json", report.results
-    jobs = read_json(path) or []
+    jobs = read_json(path, object) or []
     if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
         raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
     styles = styles_of(results)

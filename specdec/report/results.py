@@ -300,10 +300,10 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
     try:
         config = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)
-        ends = read_object(folder / ENDS_FILE) or {}
+        ends = read_json(folder / ENDS_FILE) or {}
         compared = config.get("command") == "compare"
         configs = config["strategies"] if compared else {str(config["strategy"]["name"]): config}
-        found = read_object(folder / (COMPARISON_FILE if compared else SUMMARY_FILE)) or {}
+        found = read_json(folder / (COMPARISON_FILE if compared else SUMMARY_FILE)) or {}
         rows = found.get("rows", [found]) if found else []
         summaries = {row["strategy"]: row for row in rows}
         return [
@@ -328,20 +328,17 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
         ) from error
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Returns the JSON object, or value of another ``kind``, in a file; None without the file."""
     if not path.is_file():
         return None
     try:
-        return parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
+        if not isinstance(value, kind):
+            raise ValueError("it is no JSON object")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): delete it and run it again") from error
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    value = read_json(path)
-    if isinstance(value, dict) or not path.is_file():
-        return value
-    raise UserError(f"{path} is damaged (it is no JSON object): delete it and run it again")
+    return value
 
 
 def _results(sources: Iterable[Source]) -> Iterator[tuple[Result, dict[str, Any]]]:

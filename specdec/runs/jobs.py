@@ -70,7 +70,7 @@ class NoProgress:
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
     """Decodes with one strategy, or resumes; returns ``summary.json``, which is written last."""
-    decoding = _Decoding([cfg], output_dir, progress)
+    decoding = _Decoding([cfg], output_dir, progress, None)
     decoding.decode(1)
     (runner,) = decoding.runners
     if runner.trace is not None and runner.parts is not None:  # of prompts decoded here
@@ -139,16 +139,11 @@ def compare_jobs(
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records`` are by strategy, repeat and prompt id; ``runs`` by strategy and repeat, once all are
-    decoded.
+    ``records`` are by strategy, repeat and prompt id; ``runs`` by strategy, once all are decoded.
     """
 
     def __init__(
-        self,
-        cfgs: Sequence[dict[str, Any]],
-        folder: Path,
-        progress: Progress,
-        pair: ModelPair | None = None,
+        self, cfgs: list[dict[str, Any]], folder: Path, progress: Progress, pair: ModelPair | None
     ) -> None:
         self._cfgs, self._folder, self._progress = cfgs, folder, progress
         self._base = cfgs[0]
@@ -187,11 +182,11 @@ class _Decoding:
                     progress.advance(detail=runner.name)
             turns = sum(self._num_turns(prompt) for prompt in self._prompts)
             progress.phase("decoding", repeats * turns * len(self.runners))
-            with RequestWriter(self._folder / "requests.jsonl") as writer:
-                self.records = writer.records
+            with RequestWriter(self._folder / "requests.jsonl") as self._writer:
+                self.records = self._writer.records
                 progress.advance(len(self.records))
                 for repeat in range(repeats):
-                    self._repeat(repeat, writer)
+                    self._repeat(repeat)
         finally:
             for runner in self.runners:
                 runner.close()
@@ -229,7 +224,7 @@ class _Decoding:
             metrics |= {"disturbed": len(reasons), "disturbed_because": next(iter(reasons), None)}
         return metrics
 
-    def _repeat(self, repeat: int, writer: RequestWriter) -> None:
+    def _repeat(self, repeat: int) -> None:
         # Prompts run together if they share batches or arrive over time.
         alone = self._base["batch_size"] == 1 and self._at_once
         groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
@@ -238,12 +233,10 @@ class _Decoding:
             for runner in [*self.runners[shift:], *self.runners[:shift]]:
                 turns: Sequence[TokenPrompt] = group
                 while turns:
-                    self._measure(runner, repeat, turns, writer)
+                    self._measure(runner, repeat, turns)
                     turns = self._next_turn(turns[0], runner.name, repeat) if alone else ()
 
-    def _measure(
-        self, runner: Runner, repeat: int, group: Sequence[TokenPrompt], writer: RequestWriter
-    ) -> None:
+    def _measure(self, runner: Runner, repeat: int, group: Sequence[TokenPrompt]) -> None:
         prompts = {p.id: p for p in group if (runner.name, repeat, p.id) not in self.records}
         if not prompts:
             return
@@ -253,18 +246,13 @@ class _Decoding:
             meter = CpuMeter(runner.pids, waits=on_gpu or not self._at_once)
 
         def book(result: RequestResult, totals: RunTotals) -> None:
-            cpu, source = None if meter is None else meter.stop(), prompts[result.id].source
-            record = RequestRecord(
-                strategy=runner.name,
-                repeat=repeat,
-                result=result,
-                totals=totals,
-                prompt="" if source is None else source.name,
-                category="" if source is None else source.category,
-                cpu=cpu,
-                disturbed="" if cpu is None else disturbance(cpu),
-            )
-            writer.write(record)
+            known: dict[str, Any] = {}
+            if meter is not None:
+                cpu = meter.stop()
+                known |= {"cpu": cpu, "disturbed": disturbance(cpu)}
+            if (source := prompts[result.id].source) is not None:
+                known |= {"prompt": source.name, "category": source.category}
+            self._writer.write(RequestRecord(runner.name, repeat, result, totals, **known))
             self._progress.advance(detail=runner.name)
             if meter is not None:
                 meter.start()
