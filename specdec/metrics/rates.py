@@ -88,9 +88,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
 
 
 def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
-    """Asserts the relations between the counts of one request: tokens (with those cut) = accepted +
-    answers, and answers = hits + misses; with one level per step also tokens = hits + misses.
-    """
+    """Asserts the relations between one request's counts, those of cut tokens included."""
     c, name = result.counters, f"request {result.id}"
     decided = len(result.output) + c.cut_tokens
     assert result.output or result.finish_reason == "cancelled", f"{name} finished without a token"

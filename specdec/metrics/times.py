@@ -39,9 +39,8 @@ def decode_speed(results: Sequence[RequestResult]) -> float | None:
 
 
 def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
-    """Returns latencies and speeds by name (docs/metrics.md); undefined ones are None.
-
-    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: tokens of one emission have a gap of 0.
+    """Returns times and speeds by name, None where undefined. ``tokens_per_s`` equals
+    1000 / ``tbt_ms_mean``: tokens of one emission have a gap of 0.
     """
     gaps, new_tokens = all_gaps(results), sum(len(result.output) for result in results)
     means = [phase.gaps_s.mean() for phase in map(decode_phase, results) if phase.tokens]

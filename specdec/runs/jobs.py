@@ -41,7 +41,7 @@ from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, decoded, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
-from specdec.trace import write_trace
+from specdec.trace.files import write_trace
 from specdec.types import IntArray
 
 LOGS_FOLDER = "logs"  # subfolder of a run folder with the output of its ranks, ``rank<r>.log``
