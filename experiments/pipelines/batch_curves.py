@@ -15,7 +15,7 @@ from experiments.reproduce.stated import read_paper
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.report.plots import figure_of, png, tidy
-from specdec.report.results import read_object
+from specdec.report.results import read_json
 from specdec.report.styles import row_styles
 from specdec.report.tables import (
     COLUMNS,
@@ -69,7 +69,7 @@ def curve_jobs(
         subfolder = folder / f"batch_{size}"
         finished = subfolder / "comparison.json"
         if finished.is_file():
-            comparison = read_object(finished) or {}
+            comparison = read_json(finished) or {}
         else:
             comparison = compare_jobs(configs, subfolder, repeats, progress)
         if not {"rows", "conditions"} <= comparison.keys():

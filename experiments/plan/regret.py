@@ -49,9 +49,8 @@ from specdec.models.bundled import family_path
 from specdec.planning.answer import Recommendation
 from specdec.planning.job import NoProgress, plan_job, plan_request
 from specdec.report.provenance import provenance
-from specdec.runs.interleaved import run_interleaved
 from specdec.runs.jobs import prepare, stop_rules
-from specdec.runs.runners import PartsRunner
+from specdec.runs.runners import PartsRunner, run_interleaved
 
 BUNDLED = "bundled"
 _VOCAB = 4096  # of the bundled tokenizer, which the random pairs share

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.lab import Lab
 from specdec.metrics.compare import speed_ratio_interval
-from specdec.report import read_requests
+from specdec.report.results import read_requests
 
 
 def add_paced(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:

@@ -28,7 +28,7 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from specdec.metrics import Run, RunTotals
 from specdec.metrics.compare import comparison_row, prompt_speedups
-from specdec.report import read_requests
+from specdec.report.results import read_requests
 
 STRATEGIES = ("ar", "speculative", "staged")
 

@@ -13,7 +13,7 @@ from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
 from experiments.staged.measured_runs import compared
-from specdec.report import read_requests
+from specdec.report.results import read_requests
 from specdec.sources.katz import KatzModel
 
 

@@ -94,7 +94,7 @@ class WandbLogger(Logger):
             )
 
     def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
-        from specdec.report.results import drafted_tokens, read_object, read_requests
+        from specdec.report.results import drafted_tokens, read_json, read_requests
         from specdec.report.traces import rejection_metrics
 
         wandb = importlib.import_module("wandb")
@@ -122,7 +122,7 @@ class WandbLogger(Logger):
         sums = table[table["domain"] != ""].groupby("domain").sum()
         for domain, share in (sums["drafted"] / sums["tokens"]).items():
             run.summary.update({f"domain/{domain}/drafted_share": float(share)})
-        if (trees := read_object(folder / "trees.json")) is not None:
+        if (trees := read_json(folder / "trees.json")) is not None:
             metrics = rejection_metrics(trees)
             run.summary.update({f"rejections/{name}": value for name, value in metrics.items()})
         for name in ("run.png", "comparison.png"):

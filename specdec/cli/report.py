@@ -43,7 +43,7 @@ Examples
 def main(arguments: Arguments) -> int:
     folders, keys = read_values(arguments.overrides, _Keys, "folders", most=inf)
     if keys.leaderboard is not None:
-        from specdec.report.leaderboard import write_leaderboard
+        from specdec.report.page import write_leaderboard
 
         print(write_leaderboard(folders, Path(keys.leaderboard).expanduser()))
         return 0

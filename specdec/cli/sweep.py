@@ -124,7 +124,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
         f" results in {folder}/*/{RESULT_FILE}"
     )
     if run or skipped:
-        from specdec.report.sweeps import write_sweep  # matplotlib takes a second to import
+        from specdec.report.page import write_sweep  # matplotlib takes a second to import
 
         with suppress(UserError):  # jobs of a launcher may have failed after their record
             write_sweep(folder)

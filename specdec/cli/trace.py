@@ -158,10 +158,10 @@ def _strategy(folder: Path) -> str:
 
 
 def _title(folder: Path) -> str:
-    from specdec.report.results import SUMMARY_FILE, read_object
+    from specdec.report.results import SUMMARY_FILE, read_json
     from specdec.report.tables import title_of
 
     stages = (_config(folder).get("executor") or {}).get("stages")
     name = _strategy(folder) + (f", {stages} stages" if stages else "")
-    conditions = (read_object(folder / SUMMARY_FILE) or {}).get("conditions")
+    conditions = (read_json(folder / SUMMARY_FILE) or {}).get("conditions")
     return f"{name}: {title_of(conditions)}" if conditions else name

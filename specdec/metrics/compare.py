@@ -1,6 +1,4 @@
-"""Builds one row of a comparison: medians over repeats, ratios to ``ar`` (plain decoding), equality
-of tokens.
-"""
+"""Compares a strategy with ``ar`` (plain decoding): ratios of times, equality of tokens."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -15,7 +13,6 @@ from specdec.metrics.rates import summarise
 from specdec.metrics.results import RequestResult, Run, RunTotals
 from specdec.metrics.times import decode_phase, decode_speed
 
-_LEVEL = 0.95  # coverage of bootstrap intervals
 _RANGES = ("tokens_per_s", "tbt_ms_mean", "ttft_ms", "overhead_share")
 
 
@@ -26,8 +23,7 @@ def comparison_row(
     *,
     claims: str = "token",
 ) -> dict[str, Any]:
-    """Returns one row of ``comparison.json`` from the repeats of a strategy; ValueError without
-    runs, or if ``ar`` has another number of repeats.
+    """Returns a row of ``comparison.json``; ValueError without runs, or unless ``ar`` has as many.
 
     The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main
     times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names. Tokens are compared
@@ -56,7 +52,8 @@ def _speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> dict[str, Any]:
     pairs = list(zip(runs, ar_runs, strict=bool(ar_runs)))
     if any(run.totals.clock != ar.totals.clock for run, ar in pairs):
         pairs, ar_runs = [], ()  # times of different clocks have no ratio
-    ratios = speed_ratios(runs, ar_runs) if pairs else []
+    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
+    ratios = [speed / plain for speed, plain in speeds if speed is not None and plain]
     theories = [theoretical_speedup(run, ar) for run, ar in pairs]
     table = paired_phases(runs, ar_runs)
     prompts = _ratios(table).groupby("id").median()
@@ -74,35 +71,23 @@ def _range(values: list[float]) -> list[float] | None:
     return [min(values), max(values)] if values else None
 
 
-def speed_ratios(runs: Sequence[Run], ar_runs: Sequence[Run]) -> list[float]:
-    pairs = zip(runs, ar_runs, strict=True)
-    speeds = [(decode_speed(run.results), decode_speed(ar.results)) for run, ar in pairs]
-    return [speed / plain for speed, plain in speeds if speed is not None and plain]
-
-
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
-    """Predicts the speed-up over ``ar`` from the run's own counts, on any clock and executor; None
-    without a speed of ``ar``, or without a latency.
+    """Predicts the speed-up over ``ar`` from the run's own counts; None without a latency or speed.
 
     With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns * t / L
     seconds plus its drafting time.
     """
-    speed, totals = decode_speed(ar.results), run.totals
-    ways = []  # through the target, per token
+    speed, ways = decode_speed(ar.results), list[float]()  # ways through the target, per token
     for each in (ar, run):
-        counts, tokens = each.totals, sum(len(result.output) for result in each.results)
+        totals, tokens = each.totals, sum(len(result.output) for result in each.results)
         # The loop's decoding turns: target passes, or pipeline steps other than prefill.
-        one = counts.latency == 1
-        turns = counts.target_passes if one else counts.steps - counts.prefill_passes
-        if not (counts.latency and turns and tokens):
+        one = totals.latency == 1
+        turns = totals.target_passes if one else totals.steps - totals.prefill_passes
+        if not (totals.latency and turns and tokens):
             return None
-        ways.append(turns / counts.latency / tokens)
-    tokens = sum(len(result.output) for result in run.results)
-    drafting_s = (totals.draft_total_s - (totals.draft_hidden_s or 0.0)) / tokens
-    return None if not speed else ways[0] / speed / (ways[1] / speed + drafting_s)
-
-
-# ---------------------------------------------------------------------- equality of tokens
+        ways.append(turns / totals.latency / tokens)
+    drafting_s = (totals.draft_total_s - (totals.draft_hidden_s or 0.0)) / tokens  # of ``run``
+    return ways[0] / speed / (ways[1] / speed + drafting_s) if speed else None
 
 
 def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | None:
@@ -114,12 +99,10 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 def lossless_against(
     rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
 ) -> dict[str, Any]:
-    """Compares a strategy's outputs with those of ``ar`` in the same run; ValueError if results of
-    ``ar`` differ.
+    """Compares a strategy's outputs with those of ``ar``; ValueError if results of ``ar`` differ.
 
     Prompts that only one side has and outputs that end early count as different. Every repeat is
-    compared with the first ``ar`` result, without tolerance for ties (``certify.numerics`` has
-    one).
+    compared with the first ``ar`` result. Ties are not tolerated (``certify.numerics`` does so).
 
     Returns ``lossless``, None if nothing was compared; ``num_compared`` outputs, ``num_differing``
     prompts, and ``differing``: the first difference of each output, at position -1 if an output is
@@ -132,34 +115,24 @@ def lossless_against(
                 f"the ar results of prompt {row.id} differ from each other: the reference is not"
                 " deterministic, so nothing can be compared with it"
             )
-    missing = expected.keys() - {row.id for row in rows}
-    differing: list[tuple[int, int, int | None, int | None]] = [
-        (i, -1, None, None) for i in missing
-    ]
-    for row in rows if expected else ():
-        plain = expected.get(row.id)
-        if plain is None:
-            differing.append((row.id, -1, None, None))
-        elif (at := first_difference(row.output, plain)) is not None:
-            ours, theirs = ([*tokens, None][min(at, len(tokens))] for tokens in (row.output, plain))
-            differing.append((row.id, at, ours, theirs))
+    unpaired = expected.keys() ^ {row.id for row in rows} if expected else ()
+    compared = [(row.id, row.output, expected[row.id]) for row in rows if row.id in expected]
+    differing: list[tuple[Any, ...]] = [(i, -1, None, None) for i in unpaired]
+    for i, *outputs in compared:
+        if (at := first_difference(*outputs)) is not None:
+            differing.append((i, at, *([*own, None][min(at, len(own))] for own in outputs)))
     names = ("id", "position", "token", "ar_token")
     first = sorted(dict.fromkeys(differing), key=lambda d: d[0])
     return {
         "lossless": not first if expected else None,
-        "num_compared": sum(row.id in expected for row in rows),
+        "num_compared": len(compared),
         "num_differing": len({d[0] for d in first}),
         "differing": [dict(zip(names, d, strict=True)) for d in first],
     }
 
 
-# ---------------------------------------------------------------------- per prompt
-
-
 def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
-    """Returns ``tokens``, ``seconds``, ``ar_tokens``, ``ar_seconds`` of the prompts that both sides
-    have; index: repeat and prompt id.
-    """
+    """Joins ``decode_phases`` of prompts in both runs; ``ar``'s columns have the prefix ``ar_``."""
     return decode_phases(runs).join(decode_phases(ar_runs).add_prefix("ar_"), how="inner")
 
 
@@ -179,14 +152,9 @@ def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[
 
 
 def speed_ratio_interval(
-    results: Sequence[RequestResult],
-    ar_results: Sequence[RequestResult],
-    *,
-    num_resamples: int = 2000,
+    results: Sequence[RequestResult], ar_results: Sequence[RequestResult], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Returns the 95 % bootstrap interval of the ratio of decode speeds over prompts, with repeats
-    pooled; None with fewer than two common prompts, or without times.
-    """
+    """Returns the interval of the ratio of decode speeds over prompts, with repeats pooled."""
     ours, plain = (
         decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
         for of in (results, ar_results)
@@ -209,6 +177,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
+    """Returns a bootstrap interval with a coverage of 95 %; None of less than two rows or times."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():
@@ -219,7 +188,6 @@ def _interval(
         paired=True,
         vectorized=True,
         method="percentile",
-        confidence_level=_LEVEL,
         n_resamples=num_resamples,
         rng=np.random.default_rng(0),
     ).confidence_interval

@@ -21,6 +21,15 @@ def total(values: Sequence[Any]) -> Any:
     return type(values[0])({key: sum(value.get(key, 0) for value in values) for key in keys})
 
 
+def difference(count: Any, before: Any) -> Any:
+    """Subtracts cumulative counts, in mappings key by key; None where either is unknown."""
+    if count is None or before is None:
+        return None
+    if isinstance(count, dict):
+        return {key: difference(number, before.get(key, 0)) for key, number in count.items()}
+    return count - before
+
+
 @dataclass(slots=True, kw_only=True)
 class SourceCounters:
     """Raw counts of a source's model work; ``RunTotals`` has them with the prefix "draft"."""
@@ -76,9 +85,7 @@ class RequestCounters:
         return RequestCounters(**{n: total([getattr(p, n) for p in parts]) for n in names})
 
     def count_answer(self, depth: int, num_verified: int, *, hit: bool) -> None:
-        """Counts one answer with ``depth`` accepted draft tokens and ``num_verified`` judged
-        candidates.
-        """
+        """Counts an answer with ``depth`` accepted and ``num_verified`` judged candidates."""
         self.answers += 1
         self.accepted += depth
         self.hits += hit

@@ -9,15 +9,12 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks, as bool[T], the generated tokens that end an n-gram generated before (overlapping ones
-    count).
-    """
+    """Marks, as bool[T], the tokens that end an n-gram generated before, overlapping ones too."""
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)
     if len(row) >= n:
-        grams = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(row, n))
-        keys = grams.view(np.dtype((np.void, grams.dtype.itemsize * n))).ravel()
-        _, first = np.unique(keys, return_index=True)
+        grams = np.lib.stride_tricks.sliding_window_view(row, n)
+        _, first = np.unique(grams, axis=0, return_index=True)
         repeated[n - 1 :] = True
         repeated[n - 1 + first] = False
     return repeated

@@ -29,7 +29,7 @@ _WORK = (
 )
 """Counts of ``RunTotals`` that are metrics under the same name."""
 
-_LOST_STEPS = ("fill_steps", "flush_steps", "refill_steps")
+_LOST = ("cut_tokens", "fill_steps", "flush_steps", "refill_steps")
 
 
 def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, Any]:
@@ -39,8 +39,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
     c = RequestCounters.sum([result.counters for result in results])
     new_tokens = sum(len(result.output) for result in results)
     read = totals.target_passes * totals.target_bytes + totals.draft_passes * totals.draft_bytes
-    overruns = _ratio(totals.overruns, totals.paced_pieces)
-    paced = totals.paced_pieces is not None and totals.overruns is not None
+    overruns, paced = _ratio(totals.overruns, totals.paced_pieces), totals.overruns is not None
     accepted, verified = judged(c, totals)
     # A cut removes the token after the path first, then accepted tokens from the path's end.
     cut_paths = sum(max(0, result.counters.cut_tokens - 1) for result in results)
@@ -64,7 +63,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
         "accepted_tokens": accepted,
         "proposed_nodes": c.proposed,
         "wasted_nodes": max(0, c.proposed - accepted),
-        **{name: getattr(c, name) for name in ("cut_tokens", *_LOST_STEPS)},
+        **{name: getattr(c, name) for name in _LOST},
     }
     by_depth = Counter[int]() if totals.level_per_step else c.judged_by_depth
     histograms: dict[str, Mapping[int, float]] = {
@@ -89,9 +88,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
 
 
 def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
-    """Asserts the relations between the counts of one request: tokens (with those cut) = accepted +
-    answers, and answers = hits + misses; with one level per step also tokens = hits + misses.
-    """
+    """Asserts the relations between one request's counts, those of cut tokens included."""
     c, name = result.counters, f"request {result.id}"
     decided = len(result.output) + c.cut_tokens
     assert result.output or result.finish_reason == "cancelled", f"{name} finished without a token"
@@ -122,9 +119,7 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
-    """Maps each bucket's (exclusive) end of context length to the share of its tokens that a source
-    proposed.
-    """
+    """Maps each bucket's (exclusive) end of context length to the share of drafted tokens."""
     # frexp returns the number of bits of an integer.
     return _drafted_by(
         results, lambda r, at: np.maximum(LEAST_CONTEXT, 1 << np.frexp(r.num_prompt + at)[1])
@@ -165,10 +160,10 @@ def speculative_decoding(
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:
+    overhead = bubbles = None
     # No model is called in replayed and synthetic runs.
-    known = totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0
-    overhead = totals.wall_s - totals.total_model_s - totals.wait_s if known else None
-    bubbles = None
+    if totals.wall_s > 0 and totals.total_model_s + totals.wait_s > 0:
+        overhead = totals.wall_s - totals.total_model_s - totals.wait_s
     if totals.stage_busy_s is not None and totals.clock_s > 0:
         busy = sorted(totals.stage_busy_s.items())
         bubbles = {str(rank): 1.0 - seconds / totals.clock_s for rank, seconds in busy}

@@ -1,19 +1,14 @@
-"""Raw counts of finished requests and of whole runs, also of baselines, from which all rates are
-derived.
-"""
+"""Raw counts of requests and runs, also of baselines, from which all rates are derived."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specdec.metrics.counters import RequestCounters, total
 from specdec.metrics.speedup import SpeedupLaw
-
-_HISTOGRAMS = ("accepted_by_depth", "judged_by_depth", "path_lengths")
-_TIME_DIGITS = 7  # 0.1 microseconds, in files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +34,11 @@ class RequestResult:
         # Not asdict, which makes other counters of a Counter in Python 3.11.
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
-        counters |= {n: {str(k): v for k, v in sorted(counters[n].items())} for n in _HISTOGRAMS}
-        times = [round(t, _TIME_DIGITS) for t in self.emitted_s]
+        for name, count in counters.items():
+            if isinstance(count, Counter):
+                counters[name] = {str(k): v for k, v in sorted(count.items())}
+        times = [round(t, 7) for t in self.emitted_s]  # to 0.1 microseconds
         return values | {"emitted_s": times, "counters": counters}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> RequestResult:
-        counters = dict(values["counters"])
-        for name in _HISTOGRAMS:
-            counters[name] = Counter({int(k): v for k, v in counters[name].items()})
-        tuples = {name: tuple(values[name]) for name in ("output", "origins", "emitted_s")}
-        return RequestResult(**{**values, **tuples, "counters": RequestCounters(**counters)})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,38 +91,23 @@ class RunTotals:
         items = list(parts)
         if not items:
             raise ValueError("no totals to merge: the run has no finished prompts")
-        merged = RunTotals()
+        merged: dict[str, Any] = {}
         for name in (f.name for f in fields(RunTotals)):
             values = [getattr(item, name) for item in items]
             if name in _SAME and any(value != values[0] for value in values):
                 raise ValueError(f"totals of different runs: {name} is {values}")
-            combine = max if name == _PEAK else (lambda v: v[0]) if name in _SAME else total
-            setattr(merged, name, combine(values))
-        return merged
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> RunTotals:
-        law, busy_s = values.get("law"), values.get("stage_busy_s")
-        busy_s = busy_s and {int(rank): seconds for rank, seconds in busy_s.items()}
-        law = law and SpeedupLaw(**law)
-        return RunTotals(**{**values, "law": law, "stage_busy_s": busy_s})
+            merged[name] = values[0] if name in _SAME else total(values)
+        merged["kv_peak_tokens"] = max(item.kv_peak_tokens for item in items)
+        return RunTotals(**merged)
 
 
-_SAME = (
+_SAME = (  # flags of the run, not summed
     *("target_bytes", "draft_bytes", "latency", "level_per_step", "whole_tree", "clock"),
     *("kv_budget_tokens", "law"),
-)  # flags of the run, not summed
-_PEAK = "kv_peak_tokens"  # a maximum, not summed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     results: tuple[RequestResult, ...]
     totals: RunTotals
-
-    @staticmethod
-    def of(counted: Iterable[tuple[RequestResult, RunTotals]]) -> Run:
-        """Builds a run from its requests, each with the totals counted during it."""
-        pairs = list(counted)
-        totals = RunTotals.merge(totals for _, totals in pairs)
-        return Run(tuple(result for result, _ in pairs), totals)

@@ -4,22 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from specdec.metrics.results import RequestResult
-
-_Seconds = Sequence[float] | npt.NDArray[np.float64]
+from specdec.types import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """A request after its first emission, at whose time the decode phase starts with the next
-    token.
-    """
+    """A request after its first emission; the phase starts at that time, with the next token."""
 
     tokens: int  # emitted later than the first
     seconds: float  # from the first emission to the last
-    gaps_s: npt.NDArray[np.float64]  # [tokens], since the previous token; 0 if emitted together
+    gaps_s: FloatArray  # [tokens], since the previous token; 0 if emitted together
 
 
 def decode_phase(result: RequestResult) -> DecodePhase:
@@ -31,7 +27,7 @@ def decode_phase(result: RequestResult) -> DecodePhase:
     return DecodePhase(len(gaps), float(times[-1] - times[0]), gaps)
 
 
-def all_gaps(results: Sequence[RequestResult]) -> npt.NDArray[np.float64]:
+def all_gaps(results: Sequence[RequestResult]) -> FloatArray:
     """float64[N]: seconds between the tokens of all decode phases, in the order of the requests."""
     return np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)])
 
@@ -43,9 +39,8 @@ def decode_speed(results: Sequence[RequestResult]) -> float | None:
 
 
 def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[str, float | None]:
-    """Returns latencies and speeds by name (docs/metrics.md); undefined ones are None.
-
-    ``tokens_per_s`` equals 1000 / ``tbt_ms_mean``: tokens of one emission have a gap of 0.
+    """Returns times and speeds by name, None where undefined. ``tokens_per_s`` equals
+    1000 / ``tbt_ms_mean``: tokens of one emission have a gap of 0.
     """
     gaps, new_tokens = all_gaps(results), sum(len(result.output) for result in results)
     means = [phase.gaps_s.mean() for phase in map(decode_phase, results) if phase.tokens]
@@ -60,7 +55,7 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
     }
 
 
-def _ms(seconds: _Seconds, percentile: int | None = None) -> float | None:
+def _ms(seconds: Sequence[float] | FloatArray, percentile: int | None = None) -> float | None:
     """Returns the mean or a percentile in milliseconds; None of nothing."""
     if not len(seconds):
         return None

@@ -1,7 +1,4 @@
-"""Shows which source proposed each token, as text in the colours of the sources.
-
-Staged Speculative Decoding (2308.04623), Figure 3, shows tokens in this way.
-"""
+"""Shows which source proposed each token, by colour (Staged Speculative Decoding, Fig. 3)."""
 
 import re
 from collections import Counter
@@ -48,33 +45,27 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
 
 
 def write_token_ends(
-    folder: str | Path, results: Mapping[str, Iterable[RequestResult]], tokenizer: Any
-) -> Path | None:
-    if tokenizer is None:
-        return None
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))  # as in ``text``
-
+    folder: Path,
+    results: Mapping[str, Iterable[RequestResult]],
+    decode: Callable[[Sequence[int]], str],
+) -> None:
     ends = {
         strategy: {result.id: token_ends(result.output, decode) for result in outputs}
         for strategy, outputs in results.items()
     }
-    return write_json(Path(folder) / ENDS_FILE, ends)
+    write_json(folder / ENDS_FILE, ends)
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
-    """Splits the output into pieces, each from consecutive tokens of one source; without ``ends``
-    (no tokenizer, or an interrupted run) tokens are shown as ``#<id>``.
-    """
+    """Splits the output by source; without ``ends`` (no tokenizer) tokens are ``#<id>``."""
     if ends is None or len(ends) != len(result.output):
         texts = [f"#{token} " for token in result.output]
     else:
         bounds = [0, *(min(end, len(result.text)) for end in ends)]
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
-    runs = groupby(zip(result.origins, texts, strict=True), key=itemgetter(0))
-    return [TextPiece("".join(text for _, text in run), origin) for origin, run in runs]
+    runs = groupby(map(TextPiece, texts, result.origins), key=itemgetter(1))
+    return [TextPiece("".join(piece.text for piece in run), origin) for origin, run in runs]
 
 
 def origin_names(config: Mapping[str, Any]) -> dict[int, str]:

@@ -1,21 +1,24 @@
-"""Renders one self-contained HTML page per results folder: table, plots, texts and timeline."""
+"""Pages of results: of one folder, of a sweep's jobs in one table, and rankings of many folders."""
 
+import os
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+from urllib.parse import quote
 
+import pandas as pd
 import yaml
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
 from specdec.metrics import RequestResult, comparison_row
 from specdec.metrics.compare import prompt_speedups
+from specdec.report import plots, tables
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
-from specdec.report.plots import acceptance_png, comparison_png, throughput_png, trajectory_png
 from specdec.report.results import (
     Result,
     baseline_of,
@@ -25,28 +28,30 @@ from specdec.report.results import (
     styles_of,
     swept_values,
 )
-from specdec.report.tables import TITLE_KEYS, notes_of, shown_rows, title_of, used_columns
+from specdec.report.styles import row_styles
 from specdec.report.traces import rejections_png, timeline_png
-from specdec.trace.files import (
-    TIMELINE_FILE,
-    TREES_FILE,
-    Track,
-    commit_kinds,
-    html_template,
-    tracks_page,
-    tree_page,
-)
+from specdec.trace import files as traced
 
 _MAX_TEXTS = 24  # strategies or jobs whose texts are shown
 _MAX_TREES_BYTES = 12_000_000
+_SWEPT_FIGURES = {
+    "tokens_per_s": "tokens per second (decoding)",
+    "speedup_wall": "speed-up over ar",
+    "acceptance_length": "acceptance length (tokens per target pass)",
+}
+_RANKED = ("lossless", "tokens/s", "vs ar", "TTFT ms", "accept len", "runtime")
 
 
 @dataclass(frozen=True, slots=True)
 class ResultsReport:
     folder: Path
     results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
-    rows: tuple[Mapping[str, Any], ...]  # of ``tables.shown_rows``, of complete runs
+    rows: tuple[Mapping[str, Any], ...]  # of ``tables.shown_rows``, one per complete result
     conditions: Mapping[str, Any]  # see ``_shared``
+
+    @property
+    def complete(self) -> list[Result]:
+        return [result for result in self.results if result.summary is not None]
 
 
 def load_report(folder: str | Path) -> ResultsReport:
@@ -62,9 +67,9 @@ def load_report(folder: str | Path) -> ResultsReport:
         plain = [] if baseline is None else baseline.runs
         results.append(replace(result, plain=plain if len(plain) == len(result.runs) else []))
     conditions = _shared([result.conditions for result in results if result.conditions])
-    rows = [_row(result) for result in results if result.summary is not None]
+    rows = [_row(result, result.summary) for result in results if result.summary is not None]
     return ResultsReport(
-        Path(folder), tuple(results), tuple(shown_rows(rows, conditions)), conditions
+        Path(folder), tuple(results), tuple(tables.shown_rows(rows, conditions)), conditions
     )
 
 
@@ -74,15 +79,13 @@ def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         values = list(dict.fromkeys(str(each.get(key)) for each in conditions))
         if len(values) == 1:
             shared[key] = conditions[0][key]
-        elif key in TITLE_KEYS:
+        elif key in tables.TITLE_KEYS:
             mappings = any(isinstance(each.get(key), Mapping) for each in conditions)
             shared[key] = "several" if mappings else " or ".join(values)
     return shared
 
 
-def _row(result: Result) -> Mapping[str, Any]:
-    summary = result.summary
-    assert summary is not None
+def _row(result: Result, summary: Mapping[str, Any]) -> Mapping[str, Any]:
     if "speedup_wall" in summary:
         return summary
     claims = str(summary.get("claims", "token"))
@@ -97,9 +100,9 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     timeline, trees = _trace(report)
     drawn: dict[str, bytes | None] = {
         "prompts": _comparison(report),
-        "throughput": throughput_png(results, report.conditions),
-        "acceptance": acceptance_png(results, report.conditions),
-        "trajectory": trajectory_png(results, report.conditions),
+        "throughput": plots.throughput_png(results, report.conditions),
+        "acceptance": plots.acceptance_png(results, report.conditions),
+        "trajectory": plots.trajectory_png(results, report.conditions),
         **timeline,
     }
     pictures = {name: data for name, data in drawn.items() if data is not None}
@@ -110,10 +113,10 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
 
 
 def _comparison(report: ResultsReport) -> bytes | None:
-    styles, drawn = styles_of(report.results), [r for r in report.results if r.summary is not None]
+    styles, drawn = styles_of(report.results), report.complete
     points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in drawn]
     own = [styles[result.name] for result in drawn]
-    return comparison_png(report.rows, report.conditions, own, points) if drawn else None
+    return plots.comparison_png(report.rows, report.conditions, own, points) if drawn else None
 
 
 def text_of(
@@ -128,36 +131,36 @@ def text_of(
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the first traced run's pictures by name, and the trees of one, or of two that decode
-    the same prompts.
-    """
-    styles, tracks = styles_of(report.results), list[Track]()
+    """Returns the first traced run's pictures, and the trees of one or two of the same prompts."""
+    styles, tracks = styles_of(report.results), list[traced.Track]()
     pictures: dict[str, bytes | None] = {}
     shown: dict[str, Any] = {}
     for result in report.results:
         folder, name = result.folder, result.name
-        trees = read_json(folder / TREES_FILE)
+        trees = read_json(folder / traced.TREES_FILE)
         if not trees or not any(request["steps"] for request in trees["requests"]):
             continue
-        size = (folder / TREES_FILE).stat().st_size
+        size = (folder / traced.TREES_FILE).stat().st_size
         if not shown:
             shown = {"folder": folder}
-            title = f"{name}\n{fill(title_of(result.conditions), 150)}"
-            if trace := read_json(folder / TIMELINE_FILE):
-                kinds = commit_kinds(trees)
+            title = f"{name}\n{fill(tables.title_of(result.conditions), 150)}"
+            if trace := read_json(folder / traced.TIMELINE_FILE):
+                kinds = traced.commit_kinds(trees)
                 pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
             pictures["rejections"] = rejections_png(trees, title=title)
             if size > _MAX_TREES_BYTES:
                 break
         if size <= _MAX_TREES_BYTES / 2 or not tracks:
-            tracks.append(Track(name, trees, styles[name].color))
+            tracks.append(traced.Track(name, trees, styles[name].color))
         if len(tracks) == 2:
             break
     if tracks:
-        shown["page"] = tree_page(tracks[0].trees, title=tracks[0].title)
+        shown["page"] = traced.tree_page(tracks[0].trees, title=tracks[0].title)
     if len(tracks) == 2:
         with suppress(ValueError):  # they decode other prompts
-            shown["page"] = tracks_page(tracks, title=" beside ".join(t.title for t in tracks))
+            shown["page"] = traced.tracks_page(
+                tracks, title=" beside ".join(t.title for t in tracks)
+            )
     return pictures, shown
 
 
@@ -165,28 +168,27 @@ def _page(
     report: ResultsReport, pictures: Mapping[str, bytes], trees: Mapping[str, Any], num_texts: int
 ) -> str:
     path, results = report.folder / "sweep.json", report.results
-    jobs = read_json(path) or []
+    jobs = read_json(path, object) or []
     if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
         raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
     styles = styles_of(results)
     colors = list(dict.fromkeys(style.color for style in styles.values()))
-    complete = [result.name for result in results if result.summary is not None]
     provenance: dict[Path, str] = {}  # run folder -> its configuration and provenance, as YAML
     for result in results:
         origin = read_json(result.folder / "provenance.json")
         parts = {"config": result.config, "provenance": origin}
         provenance.setdefault(result.folder, yaml.safe_dump(parts, sort_keys=False))
-    return html_template("specdec.report", "page.html").render(
+    return traced.html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
         palette=PALETTE,
-        conditions=title_of(report.conditions),
+        conditions=tables.title_of(report.conditions),
         unfinished=[result.name for result in results if result.summary is None],
         failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
         rows=report.rows,
-        row_colors=[colors.index(styles[name].color) for name in complete],
+        row_colors=[colors.index(styles[result.name].color) for result in report.complete],
         colors=colors,
-        columns=used_columns(report.rows),
-        notes=notes_of(report.rows),
+        columns=tables.used_columns(report.rows),
+        notes=tables.notes_of(report.rows),
         pictures={name: b64encode(data).decode() for name, data in pictures.items()},
         trees=trees,
         results=results[:_MAX_TEXTS],
@@ -196,3 +198,74 @@ def _page(
         html_text=html_text,
         provenance=provenance,
     )
+
+
+def write_sweep(folder: Path) -> None:
+    """Prints and writes a table of the jobs and, if a swept key is a number, the curves."""
+    report = load_report(folder)
+    if not report.rows:
+        return
+    advice = [f"Next: specdec report {folder}, a page with more pictures."]
+    tables.print_table(report.rows, report.conditions, advice=advice)
+    write_text(folder / "sweep.md", tables.markdown_table(report.rows, report.conditions))
+    if picture := _swept_png(report):
+        write_bytes(folder / "sweep.png", picture)
+
+
+def _swept_png(report: ResultsReport) -> bytes | None:
+    """Plots figures over the first swept number, a curve per combination of the other values."""
+    keys = pd.DataFrame([swept_values(result.folder.name) for result in report.complete])
+    numbers = keys.drop(columns="seed", errors="ignore").apply(pd.to_numeric, errors="coerce")
+    swept = [key for key in numbers if numbers[key].notna().all() and numbers[key].nunique() > 1]
+    if not swept:
+        return None
+    key, others = swept[0], keys.drop(columns=swept[0]).fillna("")
+    labels = [row_name(dict(values)) or "all" for _, values in others.iterrows()]
+    table = pd.DataFrame([*report.rows]).assign(at=numbers[key], label=labels)
+    shown = [name for name in _SWEPT_FIGURES if name in table and table[name].notna().any()]
+    figure = plots.figure_of(4.2 * len(shown), 3.8)
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    strategies = [result.strategy for result in report.complete]
+    styles = row_styles(dict(zip(labels, strategies, strict=True)))
+    whole = bool((table["at"] % 1 == 0).all())
+    for ax, name in zip(axes, shown, strict=True):
+        for label, own in [*table.groupby("label", sort=False)][: plots.MAX_CURVES]:
+            line = own.sort_values("at")
+            ax.plot(line["at"], line[name].astype(float), label=label, ms=4, **styles[label].line())
+        plots.tidy(ax, xlabel=key, ylabel=_SWEPT_FIGURES[name])
+        ax.set_ylim(0, 1.1 * table[name].max())
+        ax.locator_params(axis="x", integer=whole)
+    return plots.png(
+        figure, f"Sweep over {key}", report.conditions, axes if {*labels} != {"all"} else ()
+    )
+
+
+def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:
+    """Ranks the complete runs that share model, data, sampling and machine; UserError without any.
+
+    Each row links the folder of its run, relative to the page. Rows without a speed-up are last.
+    """
+    ranked: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
+    for report in map(load_report, folders):
+        for result, row in zip(report.complete, report.rows, strict=True):
+            link = quote(Path(os.path.relpath(result.folder, path.parent)).as_posix())
+            ranked.setdefault(_ranking_title(result), []).append((row, link))
+    if not ranked:
+        raise UserError("no run in these folders is complete: there is nothing to rank")
+    for rows in ranked.values():
+        best = tables.best_row([row for row, _ in rows])
+        rows[:] = [({**row, "fastest": row is best}, link) for row, link in rows]
+        rows.sort(key=lambda found: -(found[0].get("speedup_wall") or 0.0))
+    columns = [column for column in tables.COLUMNS if column.heading in _RANKED]
+    page = traced.html_template("specdec.report", "leaderboard.html")
+    return write_text(
+        path, page.render(tables=ranked, columns=columns, name=tables.COLUMNS[0].cell)
+    )
+
+
+def _ranking_title(result: Result) -> str:
+    differing = ("backend", "draft", "executor")  # between rows of a table
+    shared = {k: v for k, v in result.conditions.items() if k not in differing}
+    hardware = (read_json(result.folder / "provenance.json") or {}).get("hardware", {})
+    chips = hardware.get("gpus") or [f"{hardware.get('cpu', 'CPU')}, {hardware.get('cores')} cores"]
+    return f"{tables.title_of(shared)}; {', '.join(map(str, chips))}"

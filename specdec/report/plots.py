@@ -1,24 +1,21 @@
-"""Plots of runs, comparisons and sweeps as PNG, without opening a window.
-
-A strategy or job has one style in all of them. Every title says what the picture is of.
-"""
+"""Plots of runs, comparisons and sweeps as PNG, in all of which a row has the same style."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import all_gaps, decode_phase
 from specdec.report.results import Result, drafted_tokens, styles_of
 from specdec.report.styles import Style
-from specdec.report.tables import NONE, is_lossy, lossless_label, percent, shown_rows, title_of
+from specdec.report.tables import NONE, Row, is_lossy, lossless_label, percent, shown_rows, title_of
+from specdec.types import FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,11 +23,7 @@ if TYPE_CHECKING:
 
     from specdec.metrics.results import RequestResult
 
-Row = Mapping[str, Any]
-FloatArray = npt.NDArray[np.floating[Any]]
-
-_DPI = 150
-_BAD = "#b00020"
+BAD = "#b00020"
 _DRAFTED = "share of tokens that a source proposed"
 _RATE_TOKENS = 16  # tokens per point of a rate
 _FEW_JUDGED = 20  # depths with fewer judged candidates are drawn hollow
@@ -45,9 +38,7 @@ def comparison_png(
     styles: Sequence[Style],
     points: Sequence[FloatArray],
 ) -> bytes:
-    """Plots speed-up over ``ar``, tokens per second and acceptance; ``points`` are the speed-ups of
-    each row's prompts.
-    """
+    """Plots speed-up over ``ar`` (``points``: of each prompt), tokens per second and acceptance."""
     figure, rows = figure_of(11.0, 2.2 + 0.46 * len(rows)), shown_rows(rows, conditions)
     widths = [1.45, 1, 1] if any(row.get("speedup_wall") is not None for row in rows) else [1, 1]
     *first, speed, third = axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
@@ -74,13 +65,12 @@ def comparison_png(
     kinds = [lossless_label(row) for row in rows]
     labels = []
     for row, kind in zip(rows, kinds, strict=True):
-        loops = row.get("loop_share")
-        below = (kind, "" if loops is None else f"loops {percent(loops)}")
-        labels.append(f"{row['strategy']}\n{', '.join(t for t in below if t not in ('', NONE))}")
+        loops = [] if row.get("loop_share") is None else [f"loops {percent(row['loop_share'])}"]
+        labels.append(f"{row['strategy']}\n{', '.join([kind] * (kind != NONE) + loops)}")
     axes[0].set_yticks(range(len(rows)), labels)
     red = [is_lossy(row) and not row["quantized"] for row in rows]
     for tick, is_red in zip(axes[0].get_yticklabels(), red, strict=True):
-        tick.set_color(_BAD if is_red else "black")
+        tick.set_color(BAD if is_red else "black")
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
     legend = [
         "Bars: a colour per strategy, as in all pictures; median over repeats",
@@ -114,16 +104,25 @@ def run_png(result: Result) -> bytes:
 
 
 def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    figure = figure_of(11.0, 4.0)
-    axes = depth, position = figure.subplots(1, 2)
-    _acceptance(depth, position, results)
     title = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
+    return _two_panels(_acceptance, results, title, conditions)
+
+
+def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
+    return _two_panels(_throughput, results, "Throughput", conditions)
+
+
+def _two_panels(
+    draw: Callable[..., None], results: Sequence[Result], title: str, conditions: Mapping[str, Any]
+) -> bytes:
+    figure = figure_of(11.0, 4.0)
+    axes = figure.subplots(1, 2)
+    draw(*axes, results)
     return png(figure, title, conditions, legend=axes)
 
 
 def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
     for result, style in _drawn(results, plain=False):
-        style |= {"ms": 3, "lw": 1.3}
         summary = result.summary or {}
         rates = {int(k): rate for k, rate in (summary.get("acceptance_by_depth") or {}).items()}
         if rates:
@@ -145,46 +144,34 @@ def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
     _by_position(position, POSITION_BUCKET, _DRAFTED, limits)
 
 
-def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    figure = figure_of(11.0, 4.0)
-    axes = time, rate = figure.subplots(1, 2)
-    _throughput(time, rate, results)
-    return png(figure, "Throughput", conditions, legend=axes)
-
-
 def _throughput(time: Axes, rate: Axes, results: Sequence[Result]) -> None:
     for result, style in _drawn(results):
         seconds = mean_emission(result.requests)
         if len(seconds) > 1:
-            counts = np.arange(1, len(seconds) + 1)
-            time.plot(seconds, counts, lw=1.5, **{**style, "marker": ""})
+            time.plot(seconds, range(1, len(seconds) + 1), **{**style, "lw": 1.5, "marker": ""})
         positions, speeds = rate_by_position(result.requests)
         if len(positions):
-            rate.plot(positions, speeds, ms=3, lw=1.3, **style)
+            rate.plot(positions, speeds, **style)
     tidy(time, xlabel="seconds since admission", ylabel="tokens emitted (mean over prompts)")
     _by_position(rate, _RATE_TOKENS, "tokens per second", (0, None))
 
 
 def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes | None:
-    """Plots the share of drafted tokens by prompt, in the order of finishing, and by domain; None
-    with fewer than four prompts, or if no source drafted.
-    """
-    drawn = [
-        (drafted_tokens(r.records), style, r.name) for r, style in _drawn(results, plain=False)
-    ]
-    if max((len(table) for table, *_ in drawn), default=0) < _FEWEST_PROMPTS:
+    """Plots shares of drafted tokens by prompt and domain; None with few prompts or no drafts."""
+    drawn = [(drafted_tokens(r.records), style) for r, style in _drawn(results, plain=False)]
+    if max((len(table) for table, _ in drawn), default=0) < _FEWEST_PROMPTS:
         return None
-    tables = pd.concat({name: table for table, _, name in drawn}, names=["name"])
+    tables = pd.concat({style["label"]: table for table, style in drawn}, names=["name"])
     sums = tables[tables["domain"] != ""].groupby(["domain", "name"], sort=False).sum()
     shares = (sums["drafted"] / sums["tokens"]).unstack(sort=False)  # [domain, strategy or job]
     panels = 2 if 1 < len(shares) <= _MAX_DOMAINS else 1
     figure = figure_of(11.0, 4.0)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    for table, style, _ in drawn:
+    for table, style in drawn:
         at, own = range(1, len(table) + 1), {k: style[k] for k in ("color", "marker")}
         axes[0].scatter(at, table["drafted"] / table["tokens"], s=10, alpha=0.45, lw=0, **own)
         so_far = table["drafted"].cumsum() / table["tokens"].cumsum()
-        axes[0].plot(at, so_far, lw=1.5, **{**style, "marker": ""})
+        axes[0].plot(at, so_far, **{**style, "lw": 1.5, "marker": ""})
     axes[0].locator_params(axis="x", integer=True)
     tidy(axes[0], xlabel="prompts finished", ylabel=_DRAFTED, ylim=(0, 1.02))
     if panels == 2:
@@ -200,9 +187,7 @@ def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> 
 
 
 def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
-    """Mean over prompts of the seconds from admission to the n-th token, up to the length that half
-    of them reach.
-    """
+    """Mean seconds from admission to the n-th token, for each n that half the prompts reach."""
     times = (np.asarray(r.emitted_s) - r.admitted_s for r in requests if r.emitted_s)
     table = pd.DataFrame({i: pd.Series(own) for i, own in enumerate(times)})  # [token, prompt]
     length = int((2 * table.count(axis=1) >= table.shape[1]).sum())
@@ -210,16 +195,14 @@ def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
 
 
 def rate_by_position(requests: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
-    """Returns middle position and tokens per second of each bucket of the decode phase with elapsed
-    time.
-    """
+    """Returns middle position and tokens per second of each bucket of the decode phase."""
     # The prefill has emitted the tokens before the first gap.
     starts = [len(r.output) - decode_phase(r).tokens for r in requests]
     at = [np.arange(start, len(r.output)) for start, r in zip(starts, requests, strict=True)]
     buckets = np.concatenate([np.zeros(0, np.int64), *at]) // _RATE_TOKENS
     seconds = np.bincount(buckets, all_gaps(requests))
     used = np.flatnonzero(seconds > 0)
-    return (used + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
+    return (used.astype(float) + 0.5) * _RATE_TOKENS, np.bincount(buckets)[used] / seconds[used]
 
 
 def _drawn(
@@ -229,16 +212,14 @@ def _drawn(
     styles = styles_of(results)
     for result in results[:MAX_CURVES]:
         if plain or result.strategy != "ar":
-            yield result, {**styles[result.name].line(), "label": result.name}
+            line = {"label": result.name, "ms": 3, "lw": 1.3}
+            yield result, {**styles[result.name].line(), **line}
 
 
 def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
     last = max((float(np.max(line.get_xdata())) for line in ax.lines), default=0.0)
     label = f"position in the output (tokens, buckets of {bucket})"
     tidy(ax, xlabel=label, ylabel=ylabel, xlim=(0, last + bucket / 2), ylim=ylim)
-
-
-# ---------------------------------------------------------------------- figures
 
 
 def tidy(ax: Axes, **labels: Any) -> None:
@@ -251,7 +232,7 @@ def tidy(ax: Axes, **labels: Any) -> None:
     ax.title.set_fontsize(9)
 
 
-def figure_of(width: float, height: float, dpi: int = _DPI) -> Figure:
+def figure_of(width: float, height: float, dpi: int = 150) -> Figure:
     from matplotlib.figure import Figure  # takes a second to import
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
@@ -263,9 +244,7 @@ def png(
     conditions: Mapping[str, Any] | None = None,
     legend: Iterable[Axes] = (),
 ) -> bytes:
-    """Returns the PNG file of a figure, with a second line of title for the conditions, and one
-    legend for the axes in ``legend``.
-    """
+    """Draws a title with a line of conditions, and one legend for the axes in ``legend``."""
     width = int(13 * figure.get_figwidth())  # characters
     lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]
     if text := "\n".join(filter(None, lines)):

@@ -18,18 +18,12 @@ _PACKAGES = (
     *("specdec-lab", "torch", "transformers", "tokenizers", "safetensors", "numpy"),
     *("hydra-core", "omegaconf"),
 )
-_SECRET_KEY = re.compile(
-    r"(^|[._+-])(token|secret|password|passwd|api_?key|credentials?)$", re.IGNORECASE
-)
+_SECRET_KEY = re.compile(r"(?i)(^|[._+-])(token|secret|password|passwd|api_?key|credentials?)$")
 _SECRET_VALUE = re.compile(r"\b(hf|sk|ghp|github_pat)[_-]\w{16,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
-_GIT_TIMEOUT_S = 5.0
 
 
 def provenance(
-    *,
-    command: Sequence[str],
-    config: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
+    *, command: Sequence[str], config: Mapping[str, Any], extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the information needed to judge or repeat a run, and the entries of ``extra``.
 
@@ -43,7 +37,7 @@ def provenance(
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [redact(part) for part in command],
-        "config_sha256": config_hash(config),
+        "config_sha256": _sha256(json.dumps(plain(config), sort_keys=True)),
         "git": _git_state(),
         "versions": versions,
         "hardware": _hardware(),
@@ -51,8 +45,8 @@ def provenance(
     }
 
 
-def config_hash(config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cpu_info() -> str:
@@ -63,7 +57,7 @@ def cpu_info() -> str:
 
 
 def _hardware() -> dict[str, Any]:
-    memory = host_memory()
+    memory, torch = host_memory(), sys.modules.get("torch")
     cpu = re.search(r"^model name\s*:\s*(.+)$", cpu_info(), re.MULTILINE)
     facts: dict[str, Any] = {
         "machine": platform.machine(),
@@ -74,11 +68,9 @@ def _hardware() -> dict[str, Any]:
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
-    torch = sys.modules.get("torch")
     if torch is not None:
-        facts["torch_threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
-            cuda = torch.cuda
+        cuda, facts["torch_threads"] = torch.cuda, torch.get_num_threads()
+        if cuda.is_available():
             facts["gpus"] = [cuda.get_device_name(i) for i in range(cuda.device_count())]
     return facts
 
@@ -91,9 +83,7 @@ def host_memory() -> int | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Describes the git repository that contains this package, a dirty tree by the hash of its
-    tracked changes.
-    """
+    """Describes this package's git repository, and its tracked changes by their hash."""
     revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.
     tracked = _git("ls-files", "--error-unmatch", "provenance.py") is not None
@@ -101,16 +91,15 @@ def _git_state() -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = {"revision": revision, "dirty": bool(status)}
     if status:
-        state["diff_sha256"] = hashlib.sha256((_git("diff", "HEAD") or "").encode()).hexdigest()
+        state["diff_sha256"] = _sha256(_git("diff", "HEAD") or "")
     return state
 
 
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(  # noqa: S603 - fixed arguments
-            command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
-        ).stdout.strip()
+        run = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)  # noqa: S603
+        return run.stdout.strip()
     return None
 
 

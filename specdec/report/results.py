@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pandas import DataFrame, concat
+from pydantic import ConfigDict, TypeAdapter
 
 from specdec.errors import UserError
 from specdec.files import parse_json, parse_yaml, plain
@@ -23,8 +24,7 @@ from specdec.report.styles import Style, row_styles
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
 
-ENDS_FILE = "token_ends.json"
-"""A run folder's file that maps strategy -> prompt id -> ``token_ends`` of the output."""
+ENDS_FILE = "token_ends.json"  # strategy -> prompt id -> ``token_ends`` of the output
 
 _SHARED = (  # A run and its baseline must agree in these configuration keys
     *("executor", "model", "data", "sampling", "clock", "seed", "batch_size"),
@@ -32,14 +32,11 @@ _SHARED = (  # A run and its baseline must agree in these configuration keys
 )
 _COUNTS = ("answers", "accepted", "hits", "misses", "proposed", "verified")
 
-Config = dict[str, Any]
-
-
-# ---------------------------------------------------------------------- requests.jsonl
-
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of all parts: other keys are damage
+
     strategy: str  # name of the preset
     repeat: int  # index from 0
     result: RequestResult
@@ -48,6 +45,9 @@ class RequestRecord:
     cpu: Mapping[str, Any] | None = None  # see ``runs.cpu_times``; None if not measured
     disturbed: str = ""  # why the times do not count; "" if they do
     category: str = ""  # of the prompt in its data set, or ""
+
+
+_RECORD, _OWN = TypeAdapter(RequestRecord), [own.name for own in fields(RequestRecord)]
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
@@ -90,22 +90,21 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads the finished requests, the last line of each; none if the file does not exist.
-
-    An incomplete last line, left by a killed process, is ignored; any other damaged line is
-    refused.
-    """
+    """Reads the finished requests, the last line of each; a torn last line is ignored."""
     records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
 
 
 def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
     """Returns the repeats with finished prompts of one strategy, for ``metrics.comparison_row``."""
-    repeats: dict[int, list[tuple[RequestResult, RunTotals]]] = {}
+    repeats: dict[int, list[RequestRecord]] = {}
     for record in records:
         if record.totals is not None:
-            repeats.setdefault(record.repeat, []).append((record.result, record.totals))
-    return [Run.of(counted) for _, counted in sorted(repeats.items())]
+            repeats.setdefault(record.repeat, []).append(record)
+    return [
+        Run(tuple(r.result for r in own), RunTotals.merge(r.totals for r in own if r.totals))
+        for _, own in sorted(repeats.items())
+    ]
 
 
 def _read(path: Path) -> tuple[list[RequestRecord], int]:
@@ -119,7 +118,9 @@ def _read(path: Path) -> tuple[list[RequestRecord], int]:
         try:
             if text.strip():
                 values = parse_json(text)
-                records.append(_record(values))
+                values.pop("speculative_decoding", None)  # derived from the counters
+                own = {name: values.pop(name) for name in _OWN if name in values}
+                records.append(_RECORD.validate_python({**own, "result": values}))
         except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
             if values is None and number == len(lines):
                 break
@@ -130,18 +131,6 @@ def _read(path: Path) -> tuple[list[RequestRecord], int]:
     return records, length
 
 
-def _record(line: dict[str, Any]) -> RequestRecord:
-    line.pop("speculative_decoding", None)  # derived from the counters
-    totals = line.pop("totals")
-    own = {k: line.pop(k) for k in ("strategy", "repeat", "prompt")}
-    own |= {k: line.pop(k) for k in ("cpu", "disturbed", "category") if k in line}
-    totals = None if totals is None else RunTotals.from_json(totals)
-    return RequestRecord(result=RequestResult.from_json(line), totals=totals, **own)
-
-
-# ---------------------------------------------------------------------- folders
-
-
 @dataclass(frozen=True)
 class Result:
     """Results of one strategy in one folder; without summary and conditions if interrupted."""
@@ -149,11 +138,11 @@ class Result:
     folder: Path
     name: str  # of the job within a sweep, otherwise of the strategy
     strategy: str  # name of the preset
-    config: Config  # content of ``config.yaml`` as plain values
+    config: dict[str, Any]  # content of ``config.yaml`` as plain values
     records: tuple[RequestRecord, ...]  # finished prompts in file order
     summary: Mapping[str, Any] | None  # metrics of a complete run, or row of a comparison
     conditions: Mapping[str, Any]  # data, models and environment of the run
-    ends: Mapping[str, Sequence[int]]  # prompt id -> ``token_ends``; empty without a tokenizer
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)  # prompt id -> ``token_ends``
     plain: Sequence[Run] = ()  # repeats of plain decoding that it is compared with
 
     @property
@@ -170,9 +159,7 @@ class Result:
 
 
 def read(folder: str | Path) -> list[Result]:
-    """Reads all runs, comparisons and sweeps in a folder and its subfolders: one entry per strategy
-    and run folder.
-    """
+    """Reads runs, comparisons and sweeps under a folder: an entry per strategy and run folder."""
     base = Path(folder).expanduser()
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
@@ -197,14 +184,10 @@ def _in_number_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
 
 
-_SWEPT = re.compile(r"(?:^|,)\+*([\w./@]+)=")
-
-
 def swept_values(job: str) -> dict[str, str]:
     """Splits the name of a sweep's job into keys and values, which may have commas."""
-    found = [*_SWEPT.finditer(job)]
-    starts = [*(match.start() for match in found), len(job)]
-    return {m[1]: job[m.end() : end] for m, end in zip(found, starts[1:], strict=True)}
+    _, *parts = re.split(r"(?:^|,)\+*([\w./@]+)=", job)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def row_name(values: Mapping[str, str]) -> str:
@@ -214,9 +197,7 @@ def row_name(values: Mapping[str, str]) -> str:
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """Finds the ``ar`` result with the same prompts, models, devices, clock and seed; in a complete
-    comparison its own ``ar`` row.
-    """
+    """Finds the ``ar`` result of the same comparison, or with the same values of ``_SHARED``."""
     compared = "speedup_wall" in (result.summary or {})
     for other in results:
         shared = (other.config.get(k) == result.config.get(k) for k in _SHARED)
@@ -285,11 +266,7 @@ def token_frame(*sources: Source) -> DataFrame:
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's ``prompt`` (id), sizes, speeds, raw counts and text; undefined values
-    are None.
-
-    ``acceptance_length`` is in tokens decided per answer.
-    """
+    """Returns one prompt's metrics, with ``acceptance_length`` in tokens decided per answer."""
     c, phase, count = result.counters, decode_phase(result), len(result.output)
     return {
         "prompt": result.id,
@@ -306,9 +283,7 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
 
 
 def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
-    """Returns a frame with ``domain`` (category, Spec-Bench's task or data set), ``tokens`` and
-    ``drafted`` (tokens that a source proposed) of each finished prompt of the first repeat.
-    """
+    """Returns ``domain`` (category, task or data set), ``tokens``, ``drafted`` of each prompt."""
     rows = [
         (
             task_of(record.category) or record.prompt.rpartition("/")[0],
@@ -325,16 +300,12 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
     try:
         config = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)
-        ends = read_object(folder / ENDS_FILE) or {}
+        ends = read_json(folder / ENDS_FILE) or {}
         compared = config.get("command") == "compare"
-        if compared:
-            found = read_object(folder / COMPARISON_FILE) or {}
-            configs = config["strategies"]
-            summaries = {row["strategy"]: row for row in found.get("rows", ())}
-        else:
-            found = read_object(folder / SUMMARY_FILE) or {}
-            configs = {str(config["strategy"]["name"]): config}
-            summaries = dict.fromkeys(configs, found or None)
+        configs = config["strategies"] if compared else {str(config["strategy"]["name"]): config}
+        found = read_json(folder / (COMPARISON_FILE if compared else SUMMARY_FILE)) or {}
+        rows = found.get("rows", [found]) if found else []
+        summaries = {row["strategy"]: row for row in rows}
         return [
             Result(
                 folder=folder,
@@ -357,20 +328,17 @@ def _read_folder(folder: Path, name: str) -> list[Result]:
         ) from error
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Returns the JSON object, or value of another ``kind``, in a file; None without the file."""
     if not path.is_file():
         return None
     try:
-        return parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
+        if not isinstance(value, kind):
+            raise ValueError("it is no JSON object")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): delete it and run it again") from error
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    value = read_json(path)
-    if isinstance(value, dict) or not path.is_file():
-        return value
-    raise UserError(f"{path} is damaged (it is no JSON object): delete it and run it again")
+    return value
 
 
 def _results(sources: Iterable[Source]) -> Iterator[tuple[Result, dict[str, Any]]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from specdec.data import Prompt
@@ -20,9 +21,6 @@ from specdec.data.sets import TASKS
 from specdec.files import write_text
 from specdec.metrics.results import RequestResult
 
-ANSWERS_FOLDER = "model_answer"
-"""Subfolder of a run or comparison, with a file ``<strategy>.jsonl`` per strategy."""
-
 Answer = dict[str, Any]
 _TASK_OF = {category: task for task, categories in TASKS.items() for category in categories}
 
@@ -30,9 +28,9 @@ _TASK_OF = {category: task for task, categories in TASKS.items() for category in
 def answers_of(
     prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
 ) -> list[Answer]:
-    """Builds a strategy's answers, one per question, with a choice per repeat and a request per
-    turn; ``wall_time`` is from admission to the last token by the run's clock. Prompts without
-    ``question_id`` have no answer.
+    """Builds a strategy's answers, one per question: a choice per repeat, with a request per turn.
+
+    ``wall_time`` is from admission to the last token. Prompts without ``question_id`` have none.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for questions, results in zip(turns, repeats, strict=True):
@@ -68,17 +66,17 @@ def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
     }
 
 
-def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Path | None:
-    if not answers:
-        return None
-    text = "".join(json.dumps(answer) + "\n" for answer in answers)
-    return write_text(folder / ANSWERS_FOLDER / f"{strategy}.jsonl", text)
+def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> None:
+    if answers:
+        text = "".join(json.dumps(answer) + "\n" for answer in answers)
+        write_text(folder / "model_answer" / f"{strategy}.jsonl", text)
 
 
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns figures per Spec-Bench task, or category of other sets, and over all questions:
+    """Returns figures per Spec-Bench task, or category of other sets, and over all questions.
+
     ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps, ``speedup`` the median
     over repeats.
     """
@@ -91,31 +89,23 @@ def by_category(
 
 
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
-    rows = [
-        (
-            *(answer["question_id"], choice["index"], _task(answer)),
-            sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9),
-            choice["accept_lengths"],
-        )
-        for answer in answers
-        if answer["category"]
-        for choice in answer["choices"]
-    ]
+    rows = []
+    for answer in answers:
+        question, category = answer["question_id"], answer["category"]
+        # SPEED-Bench, whose ids are text, has categories of the names of Spec-Bench's tasks.
+        task = category if isinstance(question, str) else task_of(category)
+        for choice in answer["choices"] if category else ():
+            speed = sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9)
+            rows.append((question, choice["index"], task, speed, choice["accept_lengths"]))
     columns = ["question", "repeat", "task", "speed", "lengths"]
     return pd.DataFrame(rows, columns=columns).set_index(["question", "repeat"])
-
-
-def _task(answer: Answer) -> str:
-    """Returns Spec-Bench's task; SPEED-Bench, whose ids are text, has categories of those names."""
-    category = str(answer["category"])
-    return category if isinstance(answer["question_id"], str) else task_of(category)
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
     lengths = group.xs(0, level="repeat")["lengths"]
     accepted = lengths.explode().dropna()
-    counts = (accepted.astype(int) - 1).clip(lower=0).value_counts()
+    counts = np.bincount((accepted.astype(int) - 1).clip(lower=0))
     means = [sum(steps) / len(steps) for steps in lengths if len(steps)]
     compared = group["ar_speed"].notna().all()
     return {
@@ -124,9 +114,7 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
         "accept_length": float(accepted.mean()) if len(accepted) else None,
         # SPEED-Bench's mean over questions, and vLLM's keys.
         "question_accept_length": sum(means) / len(means) if means else None,
-        "acceptance_histogram": [int(counts.get(j, 0)) for j in range(int(counts.index.max()) + 1)]
-        if len(counts)
-        else [],
+        "acceptance_histogram": counts.tolist(),
         "num_spec_steps": len(accepted),
         "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }

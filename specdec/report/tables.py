@@ -1,18 +1,24 @@
-"""Comparison tables for the terminal and in Markdown, with the same columns."""
+"""Comparison tables for the terminal and in Markdown, with the same columns; lines below them that
+note what to know about the rows, and advise what to run next.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from specdec.metrics.speedup import expected_accepted
+
 Row = Mapping[str, Any]
 
 NONE = "-"  # the cell text of an undefined value
 _FEW_PROMPTS = 16
+_GAIN = 1.1  # a smaller predicted gain is not worth a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +52,28 @@ def lossless_label(row: Row) -> str:
 def _speedup(row: Row) -> str:
     value, spread = row.get("speedup_wall"), row.get("speedup_wall_range")
     shown = spread and row.get("repeats", 1) > 1
-    text = f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread and shown else ""
+    text = " ({:.2f}-{:.2f})".format(*spread) if spread and shown else ""
     return NONE if value is None else f"{value:.2f}x{text}"
 
 
-def _metric(heading: str, about: str, key: str, digits: int = 2) -> Column:
-    return Column(heading, about, lambda row: number(row.get(key), digits))
-
-
-def _share(heading: str, about: str, key: str, digits: int = 0) -> Column:
-    return Column(heading, about, lambda row: percent(row.get(key), digits))
-
-
-def _name(row: Row) -> str:
-    return f"{row['strategy']} *" if row.get("fastest") else str(row["strategy"])
+def _of(key: str, digits: int, form: Callable[[Any, int], str] = number) -> Callable[[Row], str]:
+    return lambda row: form(row.get(key), digits)
 
 
 COLUMNS = (
-    Column("strategy", "", _name, left=True),
+    Column("strategy", "", lambda r: r["strategy"] + (" *" if r.get("fastest") else ""), left=True),
     Column("lossless", "tokens compared with ar", lossless_label, left=True),
-    _metric("tokens/s", "decoding only", "tokens_per_s", 1),
+    Column("tokens/s", "decoding only", _of("tokens_per_s", 1)),
     Column("vs ar", "median (range of repeats)", _speedup),
-    _metric("TTFT ms", "mean time to the first token", "ttft_ms", 1),
-    _metric("TBT ms", "mean between tokens", "tbt_ms_mean"),
-    _metric("accept len", "emitted per target pass", "acceptance_length"),
-    _share("hit rate", "of level-per-step answers", "hit_rate"),
-    _metric("target", "passes", "target_passes", 0),
-    _metric("draft", "passes", "draft_passes", 0),
-    _share("overhead", "outside model calls", "overhead_share", 1),
+    Column("TTFT ms", "mean time to the first token", _of("ttft_ms", 1)),
+    Column("TBT ms", "mean between tokens", _of("tbt_ms_mean", 2)),
+    Column("accept len", "emitted per target pass", _of("acceptance_length", 2)),
+    Column("hit rate", "of level-per-step answers", _of("hit_rate", 0, percent)),
+    Column("target", "passes", _of("target_passes", 0)),
+    Column("draft", "passes", _of("draft_passes", 0)),
+    Column("overhead", "outside model calls", _of("overhead_share", 1, percent)),
     Column("runtime", "runs the models", lambda r: str(r.get("runtime") or NONE), left=True),
-    _share("loops", "loop_share", "loop_share"),
+    Column("loops", "loop_share", _of("loop_share", 0, percent)),
 )
 
 CATEGORIES = (  # the heading of the table by category
@@ -166,9 +164,7 @@ def print_table(
     *,
     advice: Sequence[str] = (),
 ) -> None:
-    """Prints the comparison, notes and advice; a narrow terminal gets several tables that repeat
-    the first column.
-    """
+    """Prints the comparison, notes and advice; on a narrow terminal in several tables."""
     console, rows = console or Console(), shown_rows(rows, conditions)
     show = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     show(title_of(conditions))
@@ -191,10 +187,8 @@ def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Conso
         blocks[-1].append(column)
     for block in blocks:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-        for column in block:
-            table.add_column(
-                column.heading, justify="left" if column.left else "right", no_wrap=True
-            )
+        for c in block:
+            table.add_column(c.heading, justify="left" if c.left else "right", no_wrap=True)
         for row in rows:
             wrong = row.get("lossless") is False and not row.get("quantized")
             style = "bold" if row.get("fastest") else "red" if wrong else None
@@ -227,9 +221,6 @@ def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_inline(item)}" for key, item in value.items())
     return str(value)
-
-
-# ---------------------------------------------------------------------- notes
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
@@ -291,3 +282,74 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
             " flatter every speculative method: compare under sampling=t06 or no_repeat4 too."
         )
     return notes
+
+
+def advice_of(
+    rows: Sequence[Row], configs: Sequence[Mapping[str, Any]], folder: Path | None
+) -> list[str]:
+    """Returns the lines; ``folder`` has the result files, None if they are deleted."""
+    lines, names = [], [str(row["strategy"]) for row in rows]
+    plain = next((row for row in rows if row["strategy"] == "ar"), None)
+    if plain is None:
+        lines.append(
+            f"`ar` is missing, so nothing says what this gains over plain decoding: specdec compare"
+            f" 'strategies=[ar,{names[0]}]' with the same options."
+        )
+    else:
+        pairs = zip(rows, configs, strict=True)
+        gains = [_better_size(row, plain, config.get("policy") or {}) for row, config in pairs]
+        lines += [text for gain, text in sorted(gains)[-1:] if gain > _GAIN]
+    differing = [i for i, row in enumerate(rows) if row.get("lossless") is False]
+    for i in differing[:1]:
+        model = (configs[i].get("choices") or {}).get("model", "...")
+        lines.append(f"Next: specdec verify strategy={names[i]} model={model}, same options.")
+    if folder is not None and not differing:
+        lines.append(f"Next: specdec report {folder}, a page with pictures and coloured texts.")
+    return lines
+
+
+def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns the predicted gain of a smaller or larger tree, and the line; 0 if nothing follows.
+
+    A chain's best length follows from Leviathan et al. (2023), Theorem 3.8, if a pass costs a
+    constant plus a term per row; other trees are halved if their passes cost more than the tokens
+    that they emit.
+    """
+    pass_s, one_s = _pass_s(row, plain), _pass_s(plain, plain)
+    num_rows, tokens = row.get("rows_per_target_pass"), row.get("acceptance_length")
+    if row is plain or not (pass_s and one_s and tokens and num_rows and num_rows > 1.5):
+        return 0.0, ""
+    cost = pass_s / one_s
+    text = f"{row['strategy']}: a pass of {num_rows:.3g} rows costs {cost:.1f} passes of one row"
+    alpha, gamma = row.get("acceptance_rate_verified"), policy.get("gamma")
+    if isinstance(gamma, int) and alpha is not None:
+        calls = (row.get("model_calls") or {}).get("draft")
+        draft = row["model_s"]["draft"] / calls / one_s if calls else 0.0
+        slope = max(0.0, (cost - 1.0) / (num_rows - 1.0))
+
+        def speed(length: int) -> float:
+            return (1.0 + expected_accepted(alpha, length)) / (1.0 + length * (slope + draft))
+
+        best = max(range(1, 2 * gamma + 1), key=speed)
+        word = "shorter" if best < gamma else "longer"
+        text += f" and emits {tokens:.1f} tokens: {word} drafts may help: policy.gamma={best}."
+        return speed(best) / speed(gamma), text
+    for key in ("bs", "width"):
+        size = policy.get(key)
+        if isinstance(size, int) and size > 1 and cost > tokens:
+            text += f" and emits {tokens:.1f} tokens: smaller trees may help: policy.{key}="
+            return cost / tokens, f"{text}{max(1, int(min(size, num_rows)) // 2)}."
+    return 0.0, ""
+
+
+def _pass_s(row: Row, plain: Row) -> float | None:
+    """Returns the mean seconds of a row's target passes after the first token; None on other clocks
+    than a measured one, with several requests or steps in flight, or without model calls.
+    """
+    target_s, ttft_ms = (row.get("model_s") or {}).get("target"), plain.get("ttft_ms")
+    alone = row.get("latency") == 1 and (row.get("mean_batch") or 1.0) == 1.0
+    if row.get("clock") != "measured" or not alone or not target_s or ttft_ms is None:
+        return None
+    later = row["target_passes"] - row["num_prompts"]  # the first token's pass is in its time
+    seconds = target_s - row["num_prompts"] * ttft_ms / 1e3
+    return seconds / later if later > 0 and seconds > 0 else None

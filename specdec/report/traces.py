@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from specdec.report.plots import figure_of, png, tidy
+from specdec.report.plots import BAD, figure_of, png, tidy
 from specdec.trace.recorder import Judgement
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _EDGES = {1: "1", 2: "2", 4: "3-4", 8: "5-8", 16: "9-16", 32: "17-32"}  # last r
 RANKS = (*_EDGES.values(), "33+", "none")
 """Bins of the draft's rank of the target's token; none: the token was not a candidate."""
 
-_BLUE, _PALE, _RED = "#0070a8", "#b9d6e8", "#b00020"
+_BLUE, _PALE = "#0070a8", "#b9d6e8"
 
 
 def timeline_png(
@@ -47,8 +47,7 @@ def timeline_png(
     commits: Mapping[int, str] | None = None,
     title: str = "Timeline of all ranks",
 ) -> bytes:
-    """Plots one row per rank (SpecPipe Fig. 12): many steps on the left (default: the first 90), a
-    few in detail beside.
+    """Plots one row per rank (SpecPipe Fig. 12): many steps (default: the first 90), and a few.
 
     Misses of ``commits`` (step -> "hit" or "miss") are marked; the detail shows the first.
     ValueError if no rank worked in ``steps``.
@@ -121,20 +120,14 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
             ax.text(bar.start + bar.ms / 2, bar.rank, str(bar.tokens), **style)
     ends = (work["start"] + work["ms"]).groupby(work["step"]).max()
     for at in ends[ends.index.isin(misses)]:
-        label = "miss: the tree is discarded"
-        ax.axvline(at, color=_COLORS["prune"], lw=0.8, ls=":", zorder=3, label=label)
+        line: dict[str, Any] = {"color": _COLORS["prune"], "lw": 0.8, "ls": ":", "zorder": 3}
+        ax.axvline(at, label="miss: the tree is discarded", **line)
     ax.set_xlim(start, end)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-# ---------------------------------------------------------------------- rejections
-
-
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
-    """Returns a frame with one row per decided token of a ``trees.json`` (empty for earlier
-    versions): the columns of ``Judgement``, ``reason`` (one of ``REASONS``) and ``bin`` (of the
-    rank).
-    """
+    """Returns a row per decided token: a ``Judgement``, its ``reason`` and ``bin`` of the rank."""
     rows = [
         row
         for request in trees["requests"]
@@ -150,9 +143,7 @@ def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
-    """Returns shares of the reasons, and mean probabilities of the draft's rejected most probable
-    candidates, by name; the target's mean needs its distribution.
-    """
+    """Returns shares of the reasons, and mean probabilities of the draft's rejected favourites."""
     table = judgements(trees)
     if table.empty:
         return {}
@@ -181,7 +172,7 @@ def rejections_png(
     tidy(ranks, xlabel="the draft's rank of the target's token", ylabel="tokens")
     numbers = table["reason"].value_counts().reindex([*REASONS]).dropna()
     labels = [reason.replace(" that the ", "\nthat the ") for reason in numbers.index]
-    colors = [_BLUE if reason == _ACCEPTED else _RED for reason in numbers.index]
+    colors = [_BLUE if reason == _ACCEPTED else BAD for reason in numbers.index]
     bars = reasons.barh(labels, numbers, color=colors)
     texts = [f"{count:.0f} ({100 * count / len(table):.0f} %)" for count in numbers]
     reasons.bar_label(bars, texts, fontsize=8, padding=3)

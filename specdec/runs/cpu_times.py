@@ -10,6 +10,8 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from specdec.metrics.counters import difference
+
 MAX_WAITING = 0.05  # threads that, on average, waited for a CPU
 MAX_STOLEN_SHARE = 0.10  # of the wall time, in which the host of a virtual machine took the CPUs
 MIN_CPU_SHARE = 0.75  # CPU time per wall time of processes that wait for nothing else
@@ -66,10 +68,7 @@ class CpuMeter:
             for (pid, thread), (ran, waited) in threads.items()
             for before in [self._threads.get((pid, thread), (0.0, 0.0))]
         ]
-        cpu: dict[str, Any] = {
-            name: None if value is None or self._counts[name] is None else value - earlier
-            for (name, value), earlier in zip(counts.items(), self._counts.values(), strict=True)
-        }
+        cpu: dict[str, Any] = difference(counts, self._counts)
         cpu["cpu_s"] += sum(ran for theirs, ran, _ in spent if theirs)
         busy_s = cpu.pop("busy_s")
         cpu["delay_s"] = sum(waited for *_, waited in spent) if spent else None
@@ -83,9 +82,7 @@ class CpuMeter:
         return rounded | flags
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
-        """Returns (process, thread) -> (CPU seconds, seconds waiting), and the other counts; takes
-        20 us per thread.
-        """
+        """Returns (process, thread) -> seconds (computing, waiting), and counts; 20 us a thread."""
         threads = {}
         for pid in (os.getpid(), *self._pids):
             for file in (self._proc / str(pid) / "task").glob("*/schedstat"):

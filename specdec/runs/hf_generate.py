@@ -56,9 +56,7 @@ class PassLog:
 
 
 class Emissions(StoppingCriteria):
-    """Adds the tokens of each target pass to a request, and counts them in ``sizes``, also after
-    its end.
-    """
+    """Adds each target pass's tokens to a request; ``sizes`` counts them, also after its end."""
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
         self.sizes: list[int] = []
@@ -138,43 +136,40 @@ class HFBaseline(OneByOne):
             request.arrival_s = request.admitted_s = start - self._origin_s
             self.target.generate(input_ids, **arguments)
             wall_s = perf_counter() - start
-        target, draft, passes = logs["target"], logs.get("draft"), len(emissions.sizes)
-        assert len(target.rows) == passes, (
-            f"{self.kind}: {len(target.rows)} target passes, {passes} emissions"
-        )
+        fed, draft_rows = logs["target"].rows, logs["draft"].rows if "draft" in logs else []
         # A pass is fed the last token and its candidates, the first pass also the rest of the
         # prompt. It emits the accepted candidates and one more token.
-        fed = [target.rows[0] - (len(tokens) - 1), *target.rows[1:]] if passes else []
+        fed = [rows - (len(tokens) - 1) * (i == 0) for i, rows in enumerate(fed)]
         for size, rows in zip(emissions.sizes, fed, strict=True):
             proposed, accepted = rows - 1, size - 1
             request.counters.proposed += proposed
             # After the accepted path a chain has no further candidate, so no answer is a hit.
             judged = accepted + (proposed > accepted)
             request.counters.count_answer(accepted, judged, hit=False)
-        used = {name: log for name, log in logs.items() if log.rows}
+        model_s = {name: log.seconds for name, log in logs.items() if log.rows}
         totals = self.new_totals(
-            passes,
+            len(fed),
             wall_s,
             # The prefill's last row yields a token as a tree node does; the others are prompt rows.
             prefill_rows=len(tokens) - 1,
             target_rows=sum(fed),
-            draft_passes=len(draft.rows) if draft else 0,
-            draft_rows=sum(draft.rows) if draft else 0,
-            draft_total_s=draft.seconds if draft else 0.0,
-            model_s={name: log.seconds for name, log in used.items()},
-            model_calls={name: len(log.rows) for name, log in used.items()},
+            draft_passes=len(draft_rows),
+            draft_rows=sum(draft_rows),
+            draft_total_s=model_s.get("draft", 0.0),
+            model_s=model_s,
+            model_calls={name: len(logs[name].rows) for name in model_s},
         )
         return result_of(request, self.tokenizer), totals
 
     def _generation_config(self) -> GenerationConfig:
-        sampling, eos = self.sampling, sorted(self.stop.eos_ids)
+        sampling, options, eos = self.sampling, self.options, sorted(self.stop.eos_ids)
         names = () if sampling.greedy else ("temperature", "top_p", "top_k")
         settings = {name: getattr(sampling, name) for name in names}
         if sampling.no_repeat_ngram:
             settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
         if self.kind == "hf_prompt_lookup":
-            settings["prompt_lookup_num_tokens"] = self.options.prompt_lookup_num_tokens
-            settings["max_matching_ngram_size"] = self.options.max_matching_ngram
+            settings["prompt_lookup_num_tokens"] = options.prompt_lookup_num_tokens
+            settings["max_matching_ngram_size"] = options.max_matching_ngram
         return GenerationConfig(
             max_new_tokens=self.stop.max_new_tokens,
             eos_token_id=eos or None,

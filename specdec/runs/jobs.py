@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,27 +28,25 @@ from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summa
 from specdec.metrics.compare import prompt_speedups
 from specdec.pairs import ModelPair, PretrainedPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
-from specdec.report.advice import advice_of
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import cpu_info, provenance
 from specdec.report.results import RequestRecord, RequestWriter, Result, runs_of
 from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
 from specdec.report.styles import row_styles
-from specdec.report.tables import markdown_table, print_table
+from specdec.report.tables import advice_of, markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
 from specdec.runs.hf_generate import baseline_of_transformers
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
-from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, sampling_params
+from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, decoded, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
-from specdec.trace import write_trace
+from specdec.trace.files import write_trace
 from specdec.types import IntArray
 
 LOGS_FOLDER = "logs"  # subfolder of a run folder with the output of its ranks, ``rank<r>.log``
 _SYNTHETIC_PROMPT_TOKENS = 16
 _MAX_SYNTHETIC_PROMPTS = 1_000_000
-_RECORDED_CONDITIONS = ("data", "sampling", "dtype", "seed", "max_new_tokens")
 
 
 class Progress(Protocol):
@@ -70,10 +69,8 @@ class NoProgress:
 
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Decodes a workload with one strategy; resumes after the prompts in ``requests.jsonl``.
-    Returns the content of ``summary.json``, which is written last.
-    """
-    decoding = _Decoding([cfg], output_dir, progress)
+    """Decodes with one strategy, or resumes; returns ``summary.json``, which is written last."""
+    decoding = _Decoding([cfg], output_dir, progress, None)
     decoding.decode(1)
     (runner,) = decoding.runners
     if runner.trace is not None and runner.parts is not None:  # of prompts decoded here
@@ -95,16 +92,8 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     }
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
-    result = Result(
-        folder=output_dir,
-        name=runner.name,
-        strategy=runner.name,
-        config=cfg,
-        records=tuple(decoding.records.values()),
-        summary=summary,
-        conditions=conditions,
-        ends={},
-    )
+    records, name = tuple(decoding.records.values()), runner.name
+    result = Result(output_dir, name, name, cfg, records, summary, conditions)
     write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
@@ -147,28 +136,19 @@ def compare_jobs(
     return comparison
 
 
-def _on_processes(cfg: Mapping[str, Any]) -> bool:
-    simulated = cfg.get("clock", {}).get("kind") == "simulated"
-    return not simulated and cfg.get("executor", {}).get("transport") == "distributed"
-
-
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records`` are by strategy, repeat and prompt id; ``runs`` by strategy and repeat, once all are
-    decoded.
+    ``records`` are by strategy, repeat and prompt id; ``runs`` by strategy, once all are decoded.
     """
 
     def __init__(
-        self,
-        cfgs: Sequence[dict[str, Any]],
-        folder: Path,
-        progress: Progress,
-        pair: ModelPair | None = None,
+        self, cfgs: list[dict[str, Any]], folder: Path, progress: Progress, pair: ModelPair | None
     ) -> None:
         self._cfgs, self._folder, self._progress = cfgs, folder, progress
         self._base = cfgs[0]
-        if any(_on_processes(cfg) for cfg in cfgs):
+        distributed = [c for c in cfgs if c.get("executor", {}).get("transport") == "distributed"]
+        if any(cfg.get("clock", {}).get("kind") != "simulated" for cfg in distributed):
             prepare_ranks()
         if self._base.get("threads"):
             torch.set_num_threads(int(self._base["threads"]))
@@ -202,11 +182,11 @@ class _Decoding:
                     progress.advance(detail=runner.name)
             turns = sum(self._num_turns(prompt) for prompt in self._prompts)
             progress.phase("decoding", repeats * turns * len(self.runners))
-            with RequestWriter(self._folder / "requests.jsonl") as writer:
-                self.records = writer.records
+            with RequestWriter(self._folder / "requests.jsonl") as self._writer:
+                self.records = self._writer.records
                 progress.advance(len(self.records))
                 for repeat in range(repeats):
-                    self._repeat(repeat, writer)
+                    self._repeat(repeat)
         finally:
             for runner in self.runners:
                 runner.close()
@@ -214,7 +194,8 @@ class _Decoding:
         results = {name: runs[0].results for name, runs in self.runs.items()}
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
-        write_token_ends(self._folder, results, self.pair.tokenizer)
+        if self.pair.tokenizer is not None:
+            write_token_ends(self._folder, results, partial(decoded, tokenizer=self.pair.tokenizer))
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)
@@ -243,22 +224,19 @@ class _Decoding:
             metrics |= {"disturbed": len(reasons), "disturbed_because": next(iter(reasons), None)}
         return metrics
 
-    def _repeat(self, repeat: int, writer: RequestWriter) -> None:
+    def _repeat(self, repeat: int) -> None:
         # Prompts run together if they share batches or arrive over time.
         alone = self._base["batch_size"] == 1 and self._at_once
         groups = [[prompt] for prompt in self._prompts] if alone else [self._prompts]
         for number, group in enumerate(groups):
             shift = (number + repeat) % len(self.runners)  # rotates which row meets cold caches
             for runner in [*self.runners[shift:], *self.runners[:shift]]:
-                self._measure(runner, repeat, group, writer)
-                turn = self._next_turn(group[0], runner.name, repeat) if alone else None
-                while turn is not None:
-                    self._measure(runner, repeat, [turn], writer)
-                    turn = self._next_turn(turn, runner.name, repeat)
+                turns: Sequence[TokenPrompt] = group
+                while turns:
+                    self._measure(runner, repeat, turns)
+                    turns = self._next_turn(turns[0], runner.name, repeat) if alone else ()
 
-    def _measure(
-        self, runner: Runner, repeat: int, group: Sequence[TokenPrompt], writer: RequestWriter
-    ) -> None:
+    def _measure(self, runner: Runner, repeat: int, group: Sequence[TokenPrompt]) -> None:
         prompts = {p.id: p for p in group if (runner.name, repeat, p.id) not in self.records}
         if not prompts:
             return
@@ -268,18 +246,13 @@ class _Decoding:
             meter = CpuMeter(runner.pids, waits=on_gpu or not self._at_once)
 
         def book(result: RequestResult, totals: RunTotals) -> None:
-            cpu, source = None if meter is None else meter.stop(), prompts[result.id].source
-            record = RequestRecord(
-                strategy=runner.name,
-                repeat=repeat,
-                result=result,
-                totals=totals,
-                prompt="" if source is None else source.name,
-                category="" if source is None else source.category,
-                cpu=cpu,
-                disturbed="" if cpu is None else disturbance(cpu),
-            )
-            writer.write(record)
+            known: dict[str, Any] = {}
+            if meter is not None:
+                cpu = meter.stop()
+                known |= {"cpu": cpu, "disturbed": disturbance(cpu)}
+            if (source := prompts[result.id].source) is not None:
+                known |= {"prompt": source.name, "category": source.category}
+            self._writer.write(RequestRecord(runner.name, repeat, result, totals, **known))
             self._progress.advance(detail=runner.name)
             if meter is not None:
                 meter.start()
@@ -293,19 +266,17 @@ class _Decoding:
         all_turns = self._base["data"].get("turns", "first") == "all"
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
-    def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> TokenPrompt | None:
-        """Makes the turn of a dialogue after ``prompt`` and the strategy's own answers
-        (``data.turns=all``); None after the last.
-        """
+    def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> list[TokenPrompt]:
+        """Makes a dialogue's next turn, with the strategy's own answers (``data.turns=all``)."""
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
-            return None
+            return []
         assert prompt.source is not None, "data= has sources"
         earlier = [self.records[name, repeat, first + t * TURN_IDS] for t in range(turn + 1)]
         answers = [record.result.text for record in earlier]
         label = f"turn {turn + 2} of prompt {first} of data={self._base['data']['name']}"
         tokens, _ = _fitted(self._base, self.pair, prompt.source, label, answers)
-        return TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)
+        return [TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)]
 
     def answers(self) -> dict[str, list[Answer]]:
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
@@ -321,6 +292,7 @@ class _Decoding:
         self._progress.phase("recording the draft", len(results))
         models, conditions = pair.section(), self.conditions(1)
         names = {k: models[k] for k in ("target", "draft") if models.get(k)}
+        stated = ("data", "sampling", "dtype", "seed", "max_new_tokens")
         record = record_run(
             pair=pair,
             prompts={prompt.id: prompt.tokens for prompt in self._prompts},
@@ -329,7 +301,7 @@ class _Decoding:
             about={
                 "strategy": cfg["strategy"]["name"],
                 "model": {"kind": cfg["model"]["kind"], **names},
-                **{k: v for k, v in conditions.items() if k in _RECORDED_CONDITIONS},
+                **{k: v for k, v in conditions.items() if k in stated},
                 "sampling_params": dict(cfg["sampling"]),
                 "provenance": provenance(command=sys.argv, config=cfg),
             },
@@ -339,22 +311,22 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    kinds: dict[str, Any] = {
-        "hf": baseline_of_transformers,
-        "rival": baseline_of_runtime,
-        "endpoint": baseline_of_endpoint,
-    }
-    make = kinds.get(cfg["strategy"]["kind"])
-    return PartsRunner(cfg=cfg, pair=pair, stop=stop) if make is None else make(cfg, pair, stop)
+    match cfg["strategy"]["kind"]:
+        case "hf":
+            return baseline_of_transformers(cfg, pair, stop)
+        case "rival":
+            return baseline_of_runtime(cfg, pair, stop)
+        case "endpoint":
+            return baseline_of_endpoint(cfg, pair, stop)
+    return PartsRunner(cfg=cfg, pair=pair, stop=stop)
 
 
 def prepare(
     cfg: Mapping[str, Any], pair: ModelPair | None = None, progress: Progress | None = None
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Builds a pair, unless one is given, says how large its weights are, and loads its prompts.
+    """Loads a pair, unless one is given, and its prompts, random ones without a tokenizer.
 
-    Returns the pair, prompts that fit its positions (random ones without a tokenizer), and how many
-    were shortened.
+    Returns the pair, prompts that fit its positions, and how many were shortened.
     """
     pair = pair or build_pair(cfg["model"])
     if progress is not None:
@@ -446,9 +418,6 @@ def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) ->
     data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
     origin = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", origin)
-
-
-# ---------------------------------------------------------------------- conditions
 
 
 def conditions_of(

@@ -59,15 +59,14 @@ class RivalBaseline(OneByOne):
 
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
         sampling, request = self.sampling, self.new_request(prompt)
+        settings = {
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or 0,
+            "seed": self.seed_of(prompt) >> 1,  # the runtimes take a signed 32-bit number
+        }
         output = self.server.generate(
-            prompt.tokens.tolist(),
-            max_new_tokens=self.stop.max_new_tokens,
-            sampling={
-                "temperature": 0.0 if sampling.greedy else sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k or 0,
-                "seed": self.seed_of(prompt) >> 1,  # the runtimes take a signed 32-bit number
-            },
+            prompt.tokens.tolist(), max_new_tokens=self.stop.max_new_tokens, sampling=settings
         )
         sizes = pass_sizes(output.times_s, output.rounds)
         _count(request, sizes, output)
@@ -86,8 +85,7 @@ class RivalBaseline(OneByOne):
 
 
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    """Starts the runtime of a configuration whose strategy has kind ``rival``; models are converted
-    on first use.
+    """Starts the runtime of a strategy of kind ``rival``; models are converted on first use.
 
     Refused are runtimes that are not installed, and pairs that are not from folders (llama.cpp:
     GGUF files), on the CPU, in a dtype of the runtime.
@@ -98,10 +96,9 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     if not isinstance(pair, PretrainedPair):
         raise UserError(f"strategy={row} needs models from folders: model=tiny/hf")
     dtypes = runtime.dtypes or {pair.dtype: {}}
-    types, place = " or ".join(dtypes), pair.device
-    other_type = f"computes in {types}, not in model.dtype={pair.dtype}"
-    on_gpu = f"runs on the CPU, not on model.device={place}"
-    _refuse(cfg, stop, (pair.dtype not in dtypes, other_type), (place != "cpu", on_gpu))
+    other_type = f"computes in {' or '.join(dtypes)}, not in model.dtype={pair.dtype}"
+    on_gpu = f"runs on the CPU, not on model.device={pair.device}"
+    _refuse(cfg, stop, (pair.dtype not in dtypes, other_type), (pair.device != "cpu", on_gpu))
     names = ("target", "draft") if method == "draft" else ("target",)
     if runtime.dtypes:
         models = {key: pair.folder(key) for key in names}
@@ -145,9 +142,7 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
 def nats_per_byte(
     pair: PretrainedPair, server: RivalProcess, runtime: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Returns the loss of a runtime's model and of the pair's target on ``HELD_OUT``, in -log p per
-    byte of text.
-    """
+    """Returns -log p per byte of ``HELD_OUT`` by the runtime's model and by the pair's target."""
     text = HELD_OUT.read_text(encoding="utf-8")
     ids = pair.tokenizer(text, add_special_tokens=False)["input_ids"]
     size = len(text.encode()) - len(pair.tokenizer.decode(ids[:1]).encode())

@@ -1,11 +1,10 @@
-"""Runners decode prompts with one strategy and return raw counts, from which rates are derived.
-
-``PartsRunner`` runs this library's decode loop; ``hf_generate`` and ``rival`` run other programs.
-"""
+"""Runners decode prompts with one strategy and return raw counts; rates are derived from them."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import perf_counter
 from typing import Any, Self
 
@@ -13,15 +12,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdec.clocks import Clock, ClockKind, ClockReport, WallClock
+from specdec.clocks import Clock, ClockKind, ClockReport, MeasuredClock, WallClock
 from specdec.compose.workbench import Parts, compose
 from specdec.data import Prompt
 from specdec.errors import UserError
 from specdec.interfaces import Executor
 from specdec.metrics import RequestResult, RunTotals
+from specdec.metrics.counters import difference
 from specdec.pairs import ModelPair
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
+from specdec.sources import Background
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
@@ -33,9 +34,14 @@ class TokenPrompt:
     tokens: IntArray  # int64[T]
     source: Prompt | None = None  # None for tokens alone
 
+    def request(self, stop: StopRules, sampling: SamplingParams, at_s: float) -> RequestState:
+        return RequestState(
+            request_id=self.id, prompt=self.tokens, stop=stop, sampling=sampling, arrival_s=at_s
+        )
 
-RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}
-"""Backend of a pair -> the program that runs its models."""
+
+RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}  # backend -> program that runs its models
+TURN_S = 0.1  # long enough for some passes of a small model, so that few of them find cold caches
 
 OnFinish = Callable[[RequestResult], None]
 Book = Callable[[RequestResult, RunTotals], None]
@@ -64,10 +70,9 @@ class Runner(ABC):
 
 @dataclass(kw_only=True, eq=False)
 class OneByOne(Runner):
-    """Base class of baselines that decode one prompt per call of ``generate_one``.
+    """Base class of baselines that decode one prompt per call; ``weight_bytes`` is by model.
 
-    ``weight_bytes`` is by model ("target", "draft"). Draws differ from this library's, so tokens
-    are comparable under greedy decoding only.
+    Draws differ from this library's, so tokens are comparable under greedy decoding only.
     """
 
     name: str = ""
@@ -93,10 +98,8 @@ class OneByOne(Runner):
         )
 
     def new_request(self, prompt: TokenPrompt) -> RequestState:
-        request = RequestState(
-            request_id=prompt.id, prompt=prompt.tokens, stop=self.stop, sampling=self.sampling
-        )
-        request.arrival_s = request.admitted_s = perf_counter() - self._origin_s
+        request = prompt.request(self.stop, self.sampling, perf_counter() - self._origin_s)
+        request.admitted_s = request.arrival_s
         return request
 
     def seed_of(self, prompt: TokenPrompt, dtype: Any = np.uint32) -> int:
@@ -140,9 +143,8 @@ class PartsRunner(Runner):
         on_step: Callable[[DecodeState], None] | None = None,
         new_request: Callable[[TokenPrompt, float], RequestState] | None = None,
     ) -> None:
-        """Composes the strategy; see ``compose`` for errors. ``on_step`` is called with the state
-        after each step of ``run`` and may cancel requests; ``new_request`` makes one from a prompt
-        and its arrival time.
+        """Composes the strategy; ``on_step``, called with the state after each step of ``run``, may
+        cancel requests; ``new_request`` makes one from a prompt and its arrival time.
         """
         self.name = str(cfg["strategy"]["name"])
         self.parts: Parts = compose(cfg, pair)
@@ -150,10 +152,9 @@ class PartsRunner(Runner):
         self.pids = self.parts.executor.pids
         self.claims = self.parts.verifier.lossless
         self.trace = RunTrace(self.parts.clock) if cfg.get("trace") else None
-        self._cfg, self._stop, self._pair = cfg, stop, pair
-        self._sampling = sampling_params(cfg["sampling"])
-        self._on_step = on_step
-        self._new_request = new_request or self._plain_request
+        self._cfg, self._pair = cfg, pair
+        self._on_step, sampling = on_step, sampling_params(cfg["sampling"])
+        self._new_request = new_request or (lambda own, at_s: own.request(stop, sampling, at_s))
 
     def run(
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
@@ -228,17 +229,44 @@ class PartsRunner(Runner):
             on_finish=on_finish,
         )
 
-    def _plain_request(self, prompt: TokenPrompt, arrival_s: float) -> RequestState:
-        return RequestState(
-            request_id=prompt.id,
-            prompt=prompt.tokens,
-            stop=self._stop,
-            sampling=self._sampling,
-            arrival_s=arrival_s,
-        )
-
     def close(self) -> None:
         self.parts.executor.shutdown()
+
+
+def run_interleaved(
+    runners: Sequence[PartsRunner], prompts: Sequence[TokenPrompt]
+) -> list[tuple[list[RequestResult], RunTotals]]:
+    """Decodes the prompts with every runner, whose measured clock stands still in others' turns.
+
+    The speed of a machine changes within seconds (clock frequency, other tenants of its memory).
+    Runs of half a second, one after the other, then differ by more than the strategies do. In short
+    turns such a change affects all strategies alike. A strategy whose draft model works in a
+    thread, which would continue in the others' turns, is not interrupted.
+
+    Returns per runner the requests, in the order of finishing, and the totals.
+    """
+    results: list[list[RequestResult]] = [[] for _ in runners]
+    totals: dict[int, RunTotals] = {}
+    pairs = zip(runners, results, strict=True)
+    steps = [runner.in_steps(prompts, found.append) for runner, found in pairs]
+    paused: dict[int, float] = {}
+    waiting = deque(range(len(runners)))
+    while waiting:
+        at = waiting.popleft()
+        clock, began = runners[at].parts.clock, perf_counter()
+        assert isinstance(clock, MeasuredClock), "turns need a measured clock"
+        clock.skip(began - paused.get(at, began))
+        turn_s = inf if isinstance(runners[at].parts.source, Background) else TURN_S
+        try:
+            with torch.inference_mode():
+                next(steps[at])
+                while perf_counter() - began < turn_s:
+                    next(steps[at])
+            waiting.append(at)
+        except StopIteration as end:
+            totals[at] = end.value
+        paused[at] = perf_counter()
+    return [(found, totals[at]) for at, found in enumerate(results)]
 
 
 def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) -> RequestResult:
@@ -258,7 +286,7 @@ def result_of(request: RequestState, tokenizer: PreTrainedTokenizerBase | None) 
 
 def decoded(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Decodes without special tokens such as ``<|im_end|>``; "" without a tokenizer."""
-    return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return "" if tokenizer is None else str(tokenizer.decode([*tokens], skip_special_tokens=True))
 
 
 def emit(request: RequestState, tokens: Sequence[int], times_s: Sequence[float]) -> None:
@@ -301,9 +329,7 @@ class RunBook:
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
     def take(self, *, at_end: bool = False) -> dict[str, Any]:
-        """Returns fields of ``RunTotals``: the counts since the last call; ``at_end`` also those of
-        other processes.
-        """
+        """Returns counts since the last call as fields of ``RunTotals``; see ``at_end`` above."""
         wall_s, parts, load = self._now() - self._wall_s, self._parts, self._state.load
         source, executor, meter = parts.source.counters, parts.executor.counters, parts.meter
         if at_end or not parts.executor.distributed:
@@ -323,7 +349,7 @@ class RunBook:
             "kv_token_steps": load.kv_token_steps,
             **self._ranks,
         }
-        since = {k: difference(count, self._counts.get(k, count)) for k, count in counts.items()}
+        since = difference(counts, self._counts or counts)
         since |= {"model_s": dict(meter.model_s), "model_calls": dict(meter.calls)}
         since |= {"wait_s": meter.wait_s, "wall_s": wall_s, "kv_peak_tokens": load.kv_peak_tokens}
         if parts.clock.drafted is None:
@@ -334,15 +360,6 @@ class RunBook:
         meter.reset()
         self.resume()
         return since
-
-
-def difference(count: Any, before: Any) -> Any:
-    """Subtracts cumulative counts, in mappings key by key; None where either is unknown."""
-    if count is None or before is None:
-        return None
-    if isinstance(count, Mapping):
-        return {key: number - before.get(key, 0) for key, number in count.items()}
-    return count - before
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:

@@ -21,7 +21,6 @@ PHASES: Mapping[str, str] = {
 }
 """Maps each kind of work to a phase of a step (SpecPipe Fig. 12); gaps are ``wait``."""
 
-WAIT = "wait"
 _MIN_WAIT_S = 1e-6  # shorter gaps are rounding errors of the clock
 
 
@@ -46,14 +45,11 @@ def write_trace(
         "displayTimeUnit": "ms",
         "otherData": {**head, "dropped_spans": trace.num_dropped},
     }
-    steps = (step for request in trace.trees.requests for step in request["steps"])
-    tokens = {node[2] for step in steps for node in step["nodes"]}
-    trees = {
-        **head,
-        "truncated": trace.trees.truncated,
-        "text": {} if text is None else {str(token): text(token) for token in sorted(tokens)},
-        "requests": trace.trees.requests,
-    }
+    record = trace.trees
+    steps = (step for request in record.requests for step in request["steps"])
+    tokens = sorted({node[2] for step in steps for node in step["nodes"]})
+    texts = {} if text is None else {str(token): text(token) for token in tokens}
+    trees = head | {"truncated": record.truncated, "text": texts, "requests": record.requests}
     # Compact, because traces are large.
     form: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}
     return [
@@ -65,9 +61,8 @@ def write_trace(
 def chrome_events(
     spans: Sequence[Span], fed: Mapping[int, Mapping[str, Any]], places: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """Converts spans to Chrome trace events: one thread per rank, times in microseconds.
-
-    In step s, stage i (from ``places``) computes the submission ``fed`` of step s - (i - 1).
+    """Converts spans to Chrome trace events: one thread per rank, times in microseconds. In step s,
+    stage i (from ``places``) computes the submission ``fed`` of step s - (i - 1).
     """
     ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [
@@ -82,27 +77,26 @@ def chrome_events(
             thread | {"name": "thread_name", "args": {"name": f"rank {rank}: {what}"}},
             thread | {"name": "thread_sort_index", "args": {"sort_index": rank}},
         ]
-    events += [_work(span, fed, places.get(span.rank, 1)) for span in spans]
+    for span in spans:
+        args: dict[str, Any] = {"step": span.step, "tokens": span.tokens}
+        if span.work_s:
+            args["work_ms"] = round(span.work_s * 1e3, 4)
+        if span.kind in (Work.STAGE, Work.HEAD, Work.EXIT):
+            # A batch advances by one stage per step.
+            args["level"] = level = span.step - (places.get(span.rank, 1) - 1)
+            keys = ("requests", "depths", "prefill") if level in fed else ()
+            args |= {key: fed[level][key] for key in keys}
+        phase = PHASES[span.kind]
+        events.append(_event(span.rank, span.kind, phase, span.start_s, span.seconds, args))
     end = max((s.start_s + s.seconds for s in spans), default=0.0)
     for rank in ranks:  # waits: the gaps between a rank's spans, up to the end of the run
         free = 0.0
         own = [(s.start_s, s.seconds, s.step) for s in spans if s.rank == rank]
         for start, seconds, step in [*own, (end, 0.0, own[-1][2])]:
             if start - free > _MIN_WAIT_S:
-                events.append(_event(rank, WAIT, WAIT, free, start - free, {"step": step}))
+                events.append(_event(rank, "wait", "wait", free, start - free, {"step": step}))
             free = max(free, start + seconds)
     return events
-
-
-def _work(span: Span, fed: Mapping[int, Mapping[str, Any]], stage: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"step": span.step, "tokens": span.tokens}
-    if span.work_s:
-        args["work_ms"] = round(span.work_s * 1e3, 4)
-    if span.kind in (Work.STAGE, Work.HEAD, Work.EXIT):
-        # A batch advances by one stage per step.
-        args["level"] = level = span.step - (stage - 1)
-        args |= {key: fed[level][key] for key in ("requests", "depths", "prefill") if level in fed}
-    return _event(span.rank, span.kind, PHASES[span.kind], span.start_s, span.seconds, args)
 
 
 def _event(
@@ -110,9 +104,6 @@ def _event(
 ) -> dict[str, Any]:
     head = {"ph": "X", "name": str(name), "cat": phase, "pid": 0, "tid": rank}
     return head | {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": args}
-
-
-# ---------------------------------------------------------------------- pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +130,7 @@ def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
 
 
 def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
-    """Renders each step's tree as one self-contained HTML page; steps are aligned by the number of
-    tokens before them.
+    """Renders each step's tree as one page; steps are aligned by the number of tokens before them.
 
     KeyError: trees of another format. ValueError: no prompt has recorded steps in all, or one
     differs in length.
@@ -151,11 +141,9 @@ def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
     ]
     common = set(prompts[0]).intersection(*prompts[1:])
     if not common:
-        raise ValueError(
-            "no step is on record: the run had no prompts left to decode"
-            if len(tracks) == 1
-            else "the runs have no prompt in common whose steps are on record"
-        )
+        if len(tracks) == 1:
+            raise ValueError("no step is on record: the run had no prompts left to decode")
+        raise ValueError("the runs have no prompt in common whose steps are on record")
     for prompt in sorted(common, key=str):
         lengths = [own[prompt] for own in prompts]
         if len(set(lengths)) > 1:
@@ -163,13 +151,10 @@ def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
                 f"prompt {prompt} has {' and '.join(map(str, lengths))} tokens: run both on the"
                 " same data with the same models"
             )
+    keys = ("clock", "latency", "truncated", "requests")
     data = {
         "text": {token: word for track in tracks for token, word in track.trees["text"].items()},
-        "tracks": [
-            {"title": track.title}
-            | {key: track.trees[key] for key in ("clock", "latency", "truncated", "requests")}
-            for track in tracks
-        ],
+        "tracks": [{"title": t.title, **{key: t.trees[key] for key in keys}} for t in tracks],
     }
     # The filter ``tojson`` escapes <, >, & and ': a token cannot end the script.
     template = html_template("specdec.trace", "tree_page.html")

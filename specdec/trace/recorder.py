@@ -20,8 +20,7 @@ _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
 
 
 class Judgement(NamedTuple):
-    """How the draft and the target rated the token that was decided after a node; ranks are by
-    probability, 1 the most probable.
+    """How draft and target rated a decided token; ranks are by probability, 1 the most probable.
 
     The *top* candidate is the draft's most probable one. Values are None without candidates, the
     target's also without its distribution.
@@ -88,6 +87,7 @@ class _OpenRequest:
     steps: list[dict[str, Any]]
     last_id: int = NO_NODE  # newest recorded node
     submitted: list[int] = field(default_factory=list)  # node ids of this step
+    answers: list[list[int]] = field(default_factory=list)  # [id, token] of this step
     children: dict[int, dict[int, float]] = field(default_factory=dict)  # node -> token -> log prob
     proposals: dict[int, Proposal] = field(default_factory=dict)  # by answered node in the tree
 
@@ -155,31 +155,28 @@ class ObservedExecutor(Executor):
             trace.trees.truncated = True
             return output
         time_s = round(trace.clock.now() - trace.began_s, _DIGITS)
-        answers: dict[int, list[list[int]]] = {}
         for part in output.answers:
-            if part.request not in self._open:
+            if (entry := self._open.get(part.request)) is None:
                 continue
-            entry = self._open[part.request]
-            tree, known = entry.request.tree, answers.setdefault(part.request, [])
-            ids, slots = part.node_ids.tolist(), tree.slots(part.node_ids).tolist()
-            for i, (node, token, slot) in enumerate(
-                zip(ids, part.tokens.tolist(), slots, strict=True)
-            ):
+            tree = entry.request.tree
+            columns = (part.node_ids, part.tokens, tree.slots(part.node_ids))
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            for i, (node, token, slot) in enumerate(rows):
                 if token != NO_TOKEN:
-                    known.append([node, token])
+                    entry.answers.append([node, token])
                 if slot >= 0:
                     entry.proposals[node] = Proposal(
                         tokens=tree.candidate_tokens[slot].copy(),
                         logprobs=tree.candidate_logprobs[slot].copy(),
                         target=None if part.probs is None else part.probs[i],
                     )
-        for request_id, entry in self._open.items():
-            nodes, answered = entry.new_nodes(), answers.get(request_id, [])
-            if nodes or entry.submitted or answered:
+        for entry in self._open.values():
+            nodes, submitted, answers = entry.new_nodes(), entry.submitted, entry.answers
+            if nodes or submitted or answers:
                 step = {"step": trace.timeline.step, "time_s": time_s, "nodes": nodes}
-                step |= {"submitted": entry.submitted, "answers": answered, "commit": None}
+                step |= {"submitted": submitted, "answers": answers, "commit": None}
                 entry.steps.append(step)
-                entry.submitted = []
+                entry.submitted, entry.answers = [], []
         return output
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -209,11 +206,10 @@ class RunTrace:
         assert clock.timeline is not None, "a traced run's clock has a timeline"
         self.clock = clock
         self.timeline: Timeline = clock.timeline
-        self.trees = TreeRecord()
-        self.began_s = clock.now()
         self._run_step = 0
         self._gathered: list[Span] = []
         self._dropped: dict[int, int] = {}
+        self.clear()
 
     def clear(self) -> None:
         self.timeline.take()

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.report import read_requests
+from specdec.report.results import read_requests
 from specdec.runs import jobs as engine
 
 MODEL = {"kind": "random", "max_positions": 32}

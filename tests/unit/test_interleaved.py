@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 import pytest
 
 from specdec.metrics import RequestResult
-from specdec.runs import interleaved
+from specdec.runs import runners as interleaved
 from specdec.runs.runners import PartsRunner
 from specdec.state import DecodeState, StopRules
 from tests.distributed.support import PROMPTS, config, pair

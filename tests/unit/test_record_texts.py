@@ -11,7 +11,7 @@ import pytest
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.pairs.record import Record, read_record
-from specdec.report import read_requests
+from specdec.report.results import read_requests
 from specdec.runs.jobs import prepare
 
 pytestmark = pytest.mark.slow

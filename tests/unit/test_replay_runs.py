@@ -10,7 +10,7 @@ import pytest
 
 from specdec.config.job import compose_comparison, run_job_of
 from specdec.pairs.record import read_record
-from specdec.report import read_requests
+from specdec.report.results import read_requests
 from specdec.runs.jobs import NoProgress, compare_jobs, run_job
 
 pytestmark = pytest.mark.slow

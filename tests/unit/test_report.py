@@ -12,12 +12,11 @@ from rich.console import Console
 
 from specdec.files import plain, write_json
 from specdec.metrics import Run, RunTotals, comparison_row
-from specdec.report.advice import advice_of
 from specdec.report.plots import comparison_png
 from specdec.report.provenance import provenance, redact
 from specdec.report.results import RequestRecord, RequestWriter, read_requests
 from specdec.report.styles import row_styles
-from specdec.report.tables import best_row, markdown_table, notes_of, print_table
+from specdec.report.tables import advice_of, best_row, markdown_table, notes_of, print_table
 from specdec.types import Lossless
 from tests.unit.test_metrics import make_result, timed_run
 

@@ -15,7 +15,6 @@ from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.metrics.rates import drafted_by_context, drafted_by_position
-from specdec.report.leaderboard import write_leaderboard
 from specdec.report.origins import (
     TextPiece,
     html_text,
@@ -25,7 +24,7 @@ from specdec.report.origins import (
     terminal_text,
     token_ends,
 )
-from specdec.report.page import load_report
+from specdec.report.page import load_report, write_leaderboard
 from specdec.report.plots import mean_emission, rate_by_position
 from specdec.report.tables import notes_of, title_of
 from tests.unit.test_metrics import make_result

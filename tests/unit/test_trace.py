@@ -15,8 +15,8 @@ from specdec.cli.trace import draw
 from specdec.clocks import ClockReport, MeasuredClock, Span, Timeline
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import DecodeState, StopRules
-from specdec.trace import RunTrace, write_trace
-from specdec.trace.files import chrome_events, commit_kinds
+from specdec.trace.files import chrome_events, commit_kinds, write_trace
+from specdec.trace.recorder import RunTrace
 from specdec.types import Commit
 from tests.matrix.cells import Cell, config, pair
 
