@@ -50,7 +50,6 @@ def check_source(
     sampling: SamplingParams = _SAMPLING,
     memory: bool = False,
     tolerance: float = 1e-10,
-    seed: int = 0,
 ) -> int:
     """Checks a token source on random trees of two requests, with commits in between.
 
@@ -68,14 +67,12 @@ def check_source(
             third rule are then not checked.
         tolerance: of log-probabilities and probabilities that are compared.
 
-    Returns:
-        Number of nodes that were expanded.
+    Returns the number of nodes that were expanded.
     """
-    rng = np.random.default_rng(seed)
-    source, state, num_nodes = make(), _state(seed), 0
+    rng, source, state, num_nodes = np.random.default_rng(0), make(), _state(), 0
 
     def check_as_new(row: Candidates, request_id: int, path: IntArray, k: int, what: str) -> None:
-        other, fresh_state = make(), _state(seed)
+        other, fresh_state = make(), _state()
         open_request(fresh_state, other, _request(request_id, path, sampling))
         fresh = expand(fresh_state, other, {request_id: [0]}, k)
         num = int(fresh.counts[0])
@@ -116,8 +113,8 @@ def check_source(
     return num_nodes
 
 
-def _state(seed: int = 0) -> DecodeState:
-    return DecodeState(draws=KeyedDraws(seed=seed), clock=MeasuredClock(), meter=Meter())
+def _state() -> DecodeState:
+    return DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
 
 
 def _request(request_id: int, prompt: IntArray, sampling: SamplingParams) -> RequestState:

@@ -55,25 +55,19 @@ _SIZES = {"batch_size": 2, "prefill_chunk": 4}
 
 @dataclass(slots=True)
 class Shadow:
-    """The rows computed into one cache.
-
-    Attributes:
-        nodes: (token, parent id, position) of every tree row computed into the cache, by node id.
-        num_computed: length of the committed prefix that has been computed into the cache.
-        real: whether all node ids were those of the request's tree (not of a source's own).
-        heads: key/value heads in the cache (a rank's share), -1 for padding; None for all.
-    """
+    """The rows computed into one cache."""
 
     cache: TreeCache
     runner: ModelRunner  # the model that fills the cache
     request: RequestState | None  # None if unknown
-    heads: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None  # a rank's key/value heads, -1 for padding; None: all
+    # tree rows by node id: token, parent id, position
     nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)  # node ids computed more than once
+    num_computed: int = 0  # length of the committed prefix that has been computed
     catch_up_rows: int = 0  # committed tokens computed
-    num_computed: int = 0
     repeated_catch_up: int = 0  # of them, those computed before
-    real: bool = True
+    real: bool = True  # all node ids were those of the request's tree (not of a source's own)
 
     @property
     def num_rows(self) -> int:
@@ -108,29 +102,25 @@ class Shadow:
         return (*committed[:cached_len].tolist(), *reversed(chain))
 
 
+@dataclass(slots=True)
 class Watch:
-    """The events recorded in one run.
+    """The events recorded in one run. Keys of nodes are (request, node id)."""
 
-    Attributes:
-        num_rows: rows of all passes, by model name; ``counted_rows`` by the source itself.
-        expanded: (request, node id) that the source had to expand, and their ancestors.
-        snapshots: each request's tree when last submitted, see ``_snapshot``.
-        beyond: (request, node id) -> position of submitted nodes that cannot be emitted.
-        in_thread: whether the source's passes run in a thread, so that its caches change while
-            they would be inspected.
-        proposed: (request, node id) -> candidates that the source has returned.
-    """
-
-    def __init__(self) -> None:
-        self.shadows: list[Shadow] = []
-        self.num_rows: Counter[str] = Counter()
-        self.counted_rows = 0
-        self.expanded: set[tuple[int, int]] = set()
-        self.snapshots: dict[int, dict[int, tuple[int, int]]] = {}
-        self.beyond: dict[tuple[int, int], int] = {}
-        self.is_asynchronous = self.in_thread = False
-        self.proposed: dict[tuple[int, int], list[int]] = {}
-        self._state: DecodeState | None = None
+    shadows: list[Shadow] = field(default_factory=list)
+    num_rows: Counter[str] = field(default_factory=Counter)  # of all passes, by model name
+    counted_rows: int = 0  # by the source itself
+    # nodes that the source had to expand, and their ancestors
+    expanded: set[tuple[int, int]] = field(default_factory=set)
+    # each request's tree when last submitted, see ``_snapshot``
+    snapshots: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    # positions of submitted nodes that cannot be emitted
+    beyond: dict[tuple[int, int], int] = field(default_factory=dict)
+    # candidates that an asynchronous source has returned
+    proposed: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    is_asynchronous: bool = False
+    # the source's passes run in a thread, so its caches change while they would be inspected
+    in_thread: bool = False
+    _state: DecodeState | None = None
 
     @property
     def drafts(self) -> list[Shadow]:

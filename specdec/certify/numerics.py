@@ -32,7 +32,7 @@ from specdec.certify.oracle import (
     unequal,
     whole_pass,
 )
-from specdec.certify.report import Outcome, Skipped, joined_details, outcome
+from specdec.certify.report import Outcome, Skipped, joined_details
 from specdec.certify.subject import CannotCompose, Subject, decode_cases, observe, rank_groups
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
@@ -64,26 +64,6 @@ class _Configured:
     pair: HuggingFacePair
     prompts: Sequence[TokenPrompt]
     stop: StopRules
-
-    @classmethod
-    def of(cls, subject: Subject) -> _Configured:
-        kind = subject.cfg["model"]["kind"]
-        if kind not in ("pretrained", "random"):
-            raise Skipped(f"model={kind} has no logits")
-        return subject.once(cls._load)
-
-    @classmethod
-    def _load(cls, subject: Subject) -> _Configured:
-        cfg = dict(subject.cfg)
-        limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
-        cfg["data"] = {**cfg["data"], "limit": limit}
-        cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _NUM_TOKENS)
-        try:
-            pair, prompts, _ = prepare(cfg)
-        except UserError as refusal:
-            raise CannotCompose(str(refusal)) from refusal
-        assert isinstance(pair, HuggingFacePair)
-        return cls(subject, cfg, pair, prompts, stop_rules(cfg, pair))
 
     @property
     def bits(self) -> int | None:
@@ -141,6 +121,22 @@ class _Configured:
         return np.concatenate(found)
 
 
+def _configured(subject: Subject) -> _Configured:
+    kind = subject.cfg["model"]["kind"]
+    if kind not in ("pretrained", "random"):
+        raise Skipped(f"model={kind} has no logits")
+    cfg = dict(subject.cfg)
+    limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
+    cfg["data"] = {**cfg["data"], "limit": limit}
+    cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _NUM_TOKENS)
+    try:
+        pair, prompts, _ = prepare(cfg)
+    except UserError as refusal:
+        raise CannotCompose(str(refusal)) from refusal
+    assert isinstance(pair, HuggingFacePair)
+    return _Configured(subject, cfg, pair, prompts, stop_rules(cfg, pair))
+
+
 def _single_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> FloatArray:
     """Returns float64[T, V] as ``whole_pass``, by a pass per token with transformers' own cache."""
     cache, name, rows = None, cache_argument(model), []
@@ -152,7 +148,7 @@ def _single_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> FloatArray:
 
 
 def numerics(subject: Subject) -> Outcome:
-    given = _Configured.of(subject)
+    given = subject.once(_configured)
     params = subject.sampling if subject.claims is Lossless.TOKEN else GREEDY
     cases = [
         Case(p.id, f"prompt {p.id}", tuple(p.tokens.tolist()[-_MAX_PROMPT:]), params, given.stop)
@@ -234,7 +230,7 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
 
 
 def configured_law(subject: Subject) -> Outcome:
-    given = _Configured.of(subject)
+    given = subject.once(_configured)
     if subject.claims is Lossless.LOSSY:
         raise Skipped("a lossy output has another law")
     groups = _law_cases(given)
@@ -262,9 +258,10 @@ def configured_law(subject: Subject) -> Outcome:
         together, slack = together + series, slack + own
     found.logs += [(f"all, {test}", value - slack) for test, value in place_evidence(together)]
     label = f"{given.label}, {len(cases)} requests, {sum(map(len, together))} tokens"
+    if faults := faults + found.biased():
+        return False, f"{label}: {joined_details(faults)}"
     equal = ", equal to plain decoding" if subject.claims is Lossless.TOKEN else ""
-    detail = f"{label}{equal}; {found.passed}"
-    return outcome(faults + found.biased(), detail, where=f"{label}: ")
+    return True, f"{label}{equal}; {found.passed}"
 
 
 def _places(
@@ -313,7 +310,7 @@ def exact_dtype(subject: Subject) -> Outcome:
         raise Skipped("model.exact=false: rounding may decide between tokens")
     if subject.claims is Lossless.LOSSY:
         raise Skipped("a lossy output has no reference")
-    given = _Configured.of(subject)
+    given = subject.once(_configured)
     room = (given.pair.max_positions or _EXACT_TOKENS + _EXACT_PROMPT) - 1
     longest = min(_EXACT_PROMPT, max(1, room - _EXACT_TOKENS))
     stop = StopRules(max_new_tokens=min(_EXACT_TOKENS, room - longest))
@@ -331,9 +328,9 @@ def exact_dtype(subject: Subject) -> Outcome:
     with subject.built(subject.cfg, given.pair) as parts:
         outputs = given.decode(parts, cases)
     num_tokens = sum(len(decoded.output) for decoded in outputs.values())
-    how = f"{given.pair.dtype}, {torch.get_num_threads()} threads, {num_tokens} tokens: "
-    problems = [*unequal(cases, outputs, expected)]
-    return outcome(problems, f"{how}no difference from plain decoding", where=how)
+    detail = f"{given.pair.dtype}, {torch.get_num_threads()} threads, {num_tokens} tokens"
+    shown = joined_details([*unequal(cases, outputs, expected)])
+    return not shown, f"{detail}: {shown or 'no difference from plain decoding'}"
 
 
 def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,6 +145,6 @@ def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
     return "; ".join([*details[:limit], *more])
 
 
-def outcome(problems: Sequence[str], detail: str, *, where: str = "") -> Outcome:
-    """Passes with ``detail`` unless there are problems, which a failure lists after ``where``."""
-    return (False, where + joined_details(problems)) if problems else (True, detail)
+def outcome(problems: Sequence[str], detail: str) -> Outcome:
+    """Passes with ``detail`` if there are no problems, and fails with the first of them else."""
+    return (False, joined_details(problems)) if problems else (True, detail)

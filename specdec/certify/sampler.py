@@ -35,12 +35,10 @@ _SEED_BITS = 7 << 32  # added to the configured seed
 _STARTS = (700, 250, 120, 9, 60)  # positions of the first node: later batches go back
 
 
-class _InPlace:
+def _in_place(input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
     """A processor that writes into its scores, as transformers' interface allows."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        scores[:, input_ids[0]] -= 1.5
-        return scores
+    scores[:, input_ids[0]] -= 1.5
+    return scores
 
 
 # Neighbours differ in one parameter each, so that results of one must not serve the other.
@@ -54,10 +52,10 @@ SAMPLINGS = {
     "t=1.3 top_k=50": SamplingParams(temperature=1.3, top_k=50),
     "t=0.7 top_k=50 top_p=0.9": SamplingParams(temperature=0.7, top_k=50, top_p=0.9),
     "greedy, two processors": SamplingParams(
-        processors=(_InPlace(), RepetitionPenaltyLogitsProcessor(1.7))
+        processors=(_in_place, RepetitionPenaltyLogitsProcessor(1.7))
     ),
     "t=0.9 no_repeat_ngram=2, a processor": SamplingParams(
-        temperature=0.9, no_repeat_ngram=2, processors=(_InPlace(),)
+        temperature=0.9, no_repeat_ngram=2, processors=(_in_place,)
     ),
 }
 

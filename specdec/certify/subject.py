@@ -68,7 +68,8 @@ class Subject:
         cfg: the resolved configuration of the user.
         small: the same with a small random float64 pair and few stages.
         claims: the losslessness that the verifier declares.
-        full: whether the checks are the deeper ones of ``depth=full``.
+        full: whether the checks are the deeper ones of ``depth=full``, which decode ``times`` as
+            many requests.
         pair: returns the pair of a kind (see ``model``), which is built once.
     """
 
@@ -81,7 +82,7 @@ class Subject:
         self.name = str(cfg["strategy"]["name"])
         self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
-        self.build, self.full = build, full
+        self.build, self.full, self.times = build, full, 4 if full else 1
         self._found: dict[Any, Any] = {}
         self.pair: Callable[[str], ModelPair] = cache(lambda kind: build_pair(self.model(kind)))
         with self.composed("mixed") as parts:
@@ -124,11 +125,6 @@ class Subject:
         own = self.small["model"]["family"]
         others = sorted(WINDOWED - {own}) if self.full else ()
         return (*(["window"] if own in WINDOWED else []), *(f"window {name}" for name in others))
-
-    @property
-    def times(self) -> int:
-        """A check decodes this many times as many requests as in the standard depth."""
-        return 4 if self.full else 1
 
     def oracle(self, kind: str) -> Oracle:
         pair = self.pair(kind)
