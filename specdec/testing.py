@@ -23,9 +23,8 @@ from specdec.certify import CHECKS, Check, Report
 from specdec.certify.cases import Case, ending_cases, parity_cases
 from specdec.certify.certify import certify
 from specdec.certify.contracts import check_executor, check_policy, check_source
-from specdec.certify.invariants import Fresh
+from specdec.certify.invariants import Fresh, Watch
 from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE, log_evidence
-from specdec.certify.observing import Watch
 from specdec.certify.oracle import Oracle, plain_decode, reference_probs, reference_token
 from specdec.certify.subject import Decoded, Subject, decode_cases, decode_steps
 from specdec.compose.workbench import Parts, Workbench

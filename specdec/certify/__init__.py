@@ -6,7 +6,7 @@ from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from specdec.certify.certify import CHECKS, DEPTHS
-    from specdec.certify.report import Check, Report, print_report, write_report
+    from specdec.certify.report import Check, Report, print_report
     from specdec.certify.subject import refuse
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
 
 import numpy as np
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -106,13 +106,10 @@ def parity_cases(
 ) -> list[Case]:
     """Creates ``per_sampling`` requests under each transform, with prompts of 1 to 13 tokens."""
     stop, cases = StopRules(max_new_tokens=num_tokens), list[Case]()
-    for name in (name for name in samplings for _ in range(per_sampling)):
-        index = len(cases)
+    for index, name in enumerate(name for name in samplings for _ in range(per_sampling)):
         length = (1, 6, 13, 3)[index % 4]
-        prompt, label = (
-            random_prompt(index, length, vocab_size),
-            f"{name}, prompt of {length} tokens",
-        )
+        prompt = random_prompt(index, length, vocab_size)
+        label = f"{name}, prompt of {length} tokens"
         cases.append(Case(11 + 3 * index, label, prompt, samplings[name], stop))
     return cases
 
@@ -122,11 +119,15 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
 
     ``base`` is a case that ends by its length, ``output`` its tokens under plain decoding.
     """
-    ids, length = count(base.id + 1), len(output)
+    for number, (label, stop) in enumerate(_endings(output), base.id + 1):
+        yield replace(base, id=number, label=f"{base.label}, {label}", stop=stop)
+
+
+def _endings(output: Sequence[int]) -> Iterator[tuple[str, StopRules]]:
+    rules = partial(StopRules, max_new_tokens=len(output))
     places = sorted({output.index(token) for token in set(output)})
     for at in places[:: 1 + len(places) // 8]:
-        stop = StopRules(max_new_tokens=length, eos_ids=frozenset([output[at]]))
-        yield replace(base, id=next(ids), label=f"{base.label}, EOS is token {at}", stop=stop)
+        yield f"EOS is token {at}", rules(eos_ids=frozenset([output[at]]))
     in_bytes = _byte_text(output)
     for name, decode, first, size in (
         ("letters", letters, 1, 3),  # half a token and a whole one
@@ -140,9 +141,6 @@ def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
         strings = [text[start : start + size] for start in range(first, len(text) - size + 1)]
         whole = list(dict.fromkeys(s for s in strings if "\ufffd" not in s))
         for string in whole[:: 1 + len(whole) // 6]:
-            stop = StopRules(max_new_tokens=length, stop_strings=(string,), decode=decode)
-            label = f"{base.label}, {name}, stop string {string!a}"
-            yield replace(base, id=next(ids), label=label, stop=stop)
-    for limit in range(1, min(length, 7)):
-        label = f"{base.label}, max_new_tokens={limit}"
-        yield replace(base, id=next(ids), label=label, stop=StopRules(max_new_tokens=limit))
+            yield f"{name}, stop string {string!a}", rules(stop_strings=(string,), decode=decode)
+    for limit in range(1, min(len(output), 7)):
+        yield f"max_new_tokens={limit}", StopRules(max_new_tokens=limit)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from specdec.attention.tree_attention import EMPTY
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, parity_cases
-from specdec.certify.observing import observe
 from specdec.certify.oracle import Oracle, plain_decode
-from specdec.certify.subject import decode_cases
+from specdec.certify.subject import decode_cases, observe
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.compose.borders import candidates_fault, selection_fault
@@ -32,7 +32,7 @@ from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.tree import TokenTree
-from specdec.types import Answers, Batch, Candidates, Commit, Nodes, Output, Verdict
+from specdec.types import Answers, Batch, Candidates, Commit, IntArray, Nodes, Output, Verdict
 from specdec.verifiers import MatchVerifier
 
 _SAMPLING = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
@@ -50,7 +50,6 @@ def check_source(
     sampling: SamplingParams = _SAMPLING,
     memory: bool = False,
     tolerance: float = 1e-10,
-    seed: int = 0,
 ) -> int:
     """Checks a token source on random trees of two requests, with commits in between.
 
@@ -68,38 +67,39 @@ def check_source(
             third rule are then not checked.
         tolerance: of log-probabilities and probabilities that are compared.
 
-    Returns:
-        Number of nodes that were expanded.
+    Returns the number of nodes that were expanded.
     """
-    rng = np.random.default_rng(seed)
-    source, state = make(), _state(seed)
+    rng, source, state, num_nodes = np.random.default_rng(0), make(), _state(), 0
 
-    def check_as_new(
-        found: Candidates, row: int, request_id: int, path: Any, k: int, what: str
-    ) -> None:
-        other, fresh_state = make(), _state(seed)
+    def check_as_new(row: Candidates, request_id: int, path: IntArray, k: int, what: str) -> None:
+        other, fresh_state = make(), _state()
         open_request(fresh_state, other, _request(request_id, path, sampling))
         fresh = expand(fresh_state, other, {request_id: [0]}, k)
         num = int(fresh.counts[0])
-        assert found.counts[row] == num, what
-        assert found.tokens[row, :num].tolist() == fresh.tokens[0, :num].tolist(), what
-        same = partial(np.allclose, atol=tolerance, rtol=0.0)
-        assert same(found.logprobs[row, :num], fresh.logprobs[0, :num]), what
-        if found.probs is not None and fresh.probs is not None:
-            assert same(on_host(found.probs)[row], on_host(fresh.probs)[0]), what
+        assert row.counts[0] == num, what
+        assert row.tokens[0, :num].tolist() == fresh.tokens[0, :num].tolist(), what
+        pairs = [(row.logprobs[0, :num], fresh.logprobs[0, :num])]
+        if row.probs is not None and fresh.probs is not None:
+            pairs.append((on_host(row.probs)[0], on_host(fresh.probs)[0]))
+        assert all(np.allclose(*pair, atol=tolerance, rtol=0.0) for pair in pairs), what
 
-    prompts = {i: rng.integers(0, vocab_size, rng.integers(1, 40)) for i in _REQUESTS}
-    for request_id, prompt in prompts.items():
+    for request_id in _REQUESTS:
+        prompt = rng.integers(0, vocab_size, rng.integers(1, 40))
         open_request(state, source, _request(request_id, prompt, sampling))
-    num_nodes = 0
     for slots, k, found in expansions(state, source, rng, vocab_size):
         nodes = [(request_id, slot) for request_id, own in slots.items() for slot in own]
         num_nodes += len(nodes)
-        _check_candidates(source, found, k)
+        fault = candidates_fault(found, len(found.counts), k, source.vocab_size)
+        assert not fault, fault
+        has, stated = found.probs is not None, source.gives_probs
+        assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
+        if found.probs is not None:
+            rows = on_host(found.probs)[found.counts > 0]
+            assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
         for row, (request_id, slot) in enumerate(() if memory else nodes):
             path = state.requests[request_id].path_tokens(slot)
             what = f"the candidates after {path.tolist()} depend on more than these tokens"
-            check_as_new(found, row, request_id, path, k, what)
+            check_as_new(found.take(np.array([row])), request_id, path, k, what)
     for request_id in _REQUESTS:
         source.close(request_id)
         del state.requests[request_id]
@@ -109,27 +109,17 @@ def check_source(
         open_request(state, source, _request(_REQUESTS[0], path, sampling))
         found = expand(state, source, {_REQUESTS[0]: [0]}, 3)
         what = "a closed request has left something to the next one with its id"
-        check_as_new(found, 0, _REQUESTS[0], path, 3, what)
+        check_as_new(found, _REQUESTS[0], path, 3, what)
     return num_nodes
 
 
-def _check_candidates(source: TokenSource, found: Candidates, k: int) -> None:
-    fault = candidates_fault(found, len(found.counts), k, source.vocab_size)
-    assert not fault, fault
-    has, stated = found.probs is not None, source.gives_probs
-    assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"
-    if found.probs is not None:
-        rows = on_host(found.probs)[found.counts > 0]
-        assert np.allclose(rows.sum(axis=1), 1.0, atol=1e-6), "probs must sum to 1"
+def _state() -> DecodeState:
+    return DecodeState(draws=KeyedDraws(seed=0), clock=MeasuredClock(), meter=Meter())
 
 
-def _state(seed: int = 0) -> DecodeState:
-    return DecodeState(draws=KeyedDraws(seed=seed), clock=MeasuredClock(), meter=Meter())
-
-
-def _request(request_id: int, prompt: Any, sampling: SamplingParams) -> RequestState:
-    tokens = tuple(np.asarray(prompt).tolist())
-    return Case(request_id, "", tokens, sampling, StopRules(max_new_tokens=200)).request()
+def _request(request_id: int, prompt: IntArray, sampling: SamplingParams) -> RequestState:
+    stop = StopRules(max_new_tokens=200)
+    return Case(request_id, "", tuple(prompt.tolist()), sampling, stop).request()
 
 
 def open_request(state: DecodeState, source: TokenSource, request: RequestState) -> RequestState:
@@ -175,11 +165,10 @@ def random_path(
     tree: TokenTree, rng: np.random.Generator, vocab_size: int
 ) -> tuple[list[int], int]:
     """Returns slots of a path below the root, and a next token that is often in the tree."""
-    path, slot = list[int](), 0
-    while len(children := tree.children(slot)) and rng.random() < 0.6:
-        slot = int(rng.choice(children))
-        path.append(slot)
-    children = tree.children(slot)
+    path, children = list[int](), tree.children(0)
+    while len(children) and rng.random() < 0.6:
+        path.append(int(rng.choice(children)))
+        children = tree.children(path[-1])
     if len(children) and rng.random() < 0.6:
         return path, int(tree.tokens[rng.choice(children)])
     return path, int(rng.integers(vocab_size))
@@ -213,9 +202,8 @@ def expansions(
                 yield slots, k, expand(state, source, slots, k)
             for request in state.requests.values():
                 _grow(request.tree, rng, vocab_size)
-        for request_id in state.requests:
-            path, token = random_path(state.requests[request_id].tree, rng, vocab_size)
-            commit(state, [source], request_id, path, token)
+        for request_id, request in state.requests.items():
+            commit(state, [source], request_id, *random_path(request.tree, rng, vocab_size))
 
 
 @cache
@@ -234,6 +222,17 @@ def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], 
     logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs, kind="stable")
     return tuple((int(t), float(logprobs[t])) for t in order)
+
+
+def _contexts(request: RequestState, ids: IntArray) -> list[Context]:
+    slots = request.tree.slots(ids).tolist()
+    return [tuple(request.path_tokens(slot).tolist()) for slot in slots]
+
+
+def tree_contexts(request: RequestState) -> dict[Context, bool]:
+    """Returns the nodes of a request's tree -> whether they are expanded."""
+    contexts = _contexts(request, request.tree.ids)
+    return dict(zip(contexts, request.tree.expanded.tolist(), strict=True))
 
 
 class TableSource(TokenSource):
@@ -262,24 +261,20 @@ class TableSource(TokenSource):
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         assert len(nodes), "a source is called without nodes"
         assert len({r for r, _ in nodes.items}) == len(nodes.items), "a request is named twice"
-        found, call = Candidates.empty(len(nodes), k), dict[int, list[Context]]()
-        for request_id, ids, rows in nodes.packed():
-            assert len(ids), "a request without nodes must be left out"
-            request = state.requests[request_id]
-            slots = request.tree.slots(ids).tolist()
-            call[request_id] = [tuple(request.path_tokens(slot).tolist()) for slot in slots]
-            for row, (node_id, context) in enumerate(
-                zip(ids.tolist(), call[request_id], strict=True), rows.start
-            ):
-                if self.silent(context):
-                    continue
-                key = (request_id, node_id)
-                assert key not in self._answered, "a node is expanded twice"
-                self._answered.add(key)
-                best = self.table(context)[:k]
-                found.counts[row] = len(best)
-                found.tokens[row, : len(best)] = [token for token, _ in best]
-                found.logprobs[row, : len(best)] = [logprob for _, logprob in best]
+        assert all(len(ids) for _, ids in nodes.items), "a request without nodes must be left out"
+        call = {r: _contexts(state.requests[r], ids) for r, ids in nodes.items}
+        keys = [(r, node_id) for r, ids in nodes.items for node_id in ids.tolist()]
+        contexts = [context for own in call.values() for context in own]
+        found = Candidates.empty(len(nodes), k)
+        for row, (key, context) in enumerate(zip(keys, contexts, strict=True)):
+            if self.silent(context):
+                continue
+            assert key not in self._answered, "a node is expanded twice"
+            self._answered.add(key)
+            best = self.table(context)[:k]
+            found.counts[row] = len(best)
+            found.tokens[row, : len(best)] = [token for token, _ in best]
+            found.logprobs[row, : len(best)] = [logprob for _, logprob in best]
         self.calls.append(call)
         self.widths.append(k)
         return found
@@ -294,22 +289,6 @@ class Selection:
     before: dict[Context, bool]  # nodes of the tree before it -> expanded
     chosen: list[Context]
     calls: int  # of the source, for all requests
-
-
-def _check_selection(request: RequestState, ids: Any, *, awaiting: bool) -> None:
-    tree, fault = request.tree, selection_fault(request, ids)
-    assert not fault, fault
-    if len(ids):
-        assert not request.finished, "the request has finished"
-        assert not awaiting, "a serial policy submits while answers are awaited"
-    pairs = {*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}
-    assert len(pairs) == len(tree), "two children of a node carry the same token"
-
-
-def tree_contexts(request: RequestState) -> dict[Context, bool]:
-    """Returns the nodes of a request's tree -> whether they are expanded."""
-    slots = enumerate(request.tree.expanded.tolist())
-    return {tuple(request.path_tokens(slot).tolist()): expanded for slot, expanded in slots}
 
 
 @dataclass
@@ -338,26 +317,31 @@ def run_policy(
     """Decodes prompts of 1, 4, 7, ... tokens with the real loop, and checks every selection."""
     asked = source or TableSource()
     done = TableRun([case.request() for case in _table_cases(num_requests, max_new_tokens)])
-    before, num_calls = dict[int, tuple[dict[Context, bool], bool]](), [0]
+    before, num_calls = dict[int, tuple[dict[Context, bool], bool]](), 0
 
     def starts(state: DecodeState, *_: object) -> None:
+        nonlocal num_calls
         before.update({r.id: (tree_contexts(r), r.awaiting) for r in state.requests.values()})
-        num_calls[:] = [len(asked.calls)]
+        num_calls = len(asked.calls)
 
     def selected(nodes: Nodes, state: DecodeState, _: TokenSource) -> None:
         chosen = dict(nodes.items)
         assert len(chosen) == len(nodes.items), "a request is named twice"
         for request in state.requests.values():
             contexts, awaiting = before[request.id]
-            ids = chosen.get(request.id, np.zeros(0, np.int64))
-            _check_selection(request, ids, awaiting=policy.serial and awaiting)
-            root, slots = tuple(request.tokens.tolist()), request.tree.slots(ids).tolist()
-            paths = [tuple(request.path_tokens(slot).tolist()) for slot in slots]
-            calls = len(asked.calls) - num_calls[0]
-            done.log.append(Selection(request.id, root, contexts, paths, calls))
+            tree, ids = request.tree, chosen.get(request.id, EMPTY)
+            fault = selection_fault(request, ids)
+            assert not fault, fault
+            assert not (len(ids) and request.finished), "the request has finished"
+            waits = policy.serial and awaiting
+            assert not (len(ids) and waits), "a serial policy submits while answers are awaited"
+            pairs = {*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}
+            assert len(pairs) == len(tree), "two children of a node carry the same token"
+            root, calls = tuple(request.tokens.tolist()), len(asked.calls) - num_calls
+            done.log.append(Selection(request.id, root, contexts, _contexts(request, ids), calls))
 
     def overlapped(*_: object) -> None:
-        done.overlaps.append(len(asked.calls) - num_calls[0])
+        done.overlaps.append(len(asked.calls) - num_calls)
 
     observe(policy, "select", before=starts, after=selected)
     observe(policy, "overlap", before=starts, after=overlapped)
@@ -393,12 +377,10 @@ def check_policy(
         latencies: of the target, in steps.
     """
 
-    def source(silent: bool) -> TableSource:
-        if make_source is not None:
-            return make_source(silent)
-        return TableSource(silent=lambda c: silent and sum(c[-2:]) % 3 == 0)
-
-    filling, over, live = (_request(i, (1, 2, 3), GREEDY) for i in (1, 2, 3))
+    source = make_source or (
+        lambda silent: TableSource(silent=lambda c: silent and sum(c[-2:]) % 3 == 0)
+    )
+    filling, over, live = (_request(i, np.array([1, 2, 3]), GREEDY) for i in (1, 2, 3))
     state, policy, drafts = _state(), make(), source(False)
     for request in (filling, over, live):
         open_request(state, drafts, request)
@@ -409,13 +391,12 @@ def check_policy(
     assert [request for request, _ in nodes.items] == [3], "nodes of a request in prefill or over"
     table = _table_pair().target_table.numpy()
     plain = [plain_decode(lambda t: table[t[-1]], case, 0).output for case in _table_cases(3, 20)]
+    sizes = {"num_requests": 3, "max_new_tokens": 20, "prefill_chunk": 99}
     for latency in latencies:
         logs = []
         for batch_size, silent in ((1, False), (1, False), (2, False), (2, True)):
-            given = {"latency": latency, "batch_size": batch_size, "prefill_chunk": 99}
-            done = run_policy(
-                make(), source=source(silent), num_requests=3, max_new_tokens=20, **given
-            )
+            given = {"latency": latency, "batch_size": batch_size, **sizes}
+            done = run_policy(make(), source=source(silent), **given)
             outputs = [tuple(request.output) for request in done.requests]
             assert outputs == plain, "not the target's own output"
             log = [s for s in done.log if s.chosen]
@@ -426,39 +407,36 @@ def check_policy(
 
 def _check_answers(executor: Executor) -> None:
     """Asserts the first rule of ``check_executor`` at each call from now on."""
-    submitted = list[dict[int, set[int]]]()  # by batch: request -> nodes
+    submitted = list[set[tuple[int, int]]]()  # by batch: (request, node) without an answer
 
     def submits(batch: Batch) -> None:
-        submitted.append({rows.request: {*rows.node_ids.tolist()} for rows in batch.trees})
+        nodes = [(rows.request, node) for rows in batch.trees for node in rows.node_ids.tolist()]
+        submitted.append(set(nodes))
 
     def collected(output: Output, **_: bool) -> None:
-        due: dict[int, set[int]] = {}
-        if executor.latency is None:
-            for batch in submitted:
-                for request_id, nodes in batch.items():
-                    due.setdefault(request_id, set()).update(nodes)
-        elif len(submitted) >= executor.latency:
+        due, steps = set[tuple[int, int]](), executor.latency
+        if steps is None:
+            due = due.union(*submitted)
+        elif len(submitted) >= steps:
             due = submitted.pop(0)
         for answers in output.answers:
-            nodes, asked = {*answers.node_ids.tolist()}, due.get(answers.request, set())
+            nodes = {(answers.request, node) for node in answers.node_ids.tolist()}
             assert len(nodes) == len(answers.node_ids) == len(answers.tokens), "rows of answers"
-            assert nodes <= asked, f"answers of nodes {sorted(nodes - asked)}, which are not due"
-            for batch in submitted:
-                batch.get(answers.request, set()).difference_update(nodes)
-            asked -= nodes
-        left = {request_id: nodes for request_id, nodes in due.items() if nodes}
-        steps = executor.latency
-        assert steps is None or not left, f"no answers of {left} after {steps} steps"
+            early = sorted(node for _, node in nodes - due)
+            assert not early, f"answers of nodes {early}, which are not due"
+            for batch in (due, *submitted):
+                batch.difference_update(nodes)
+        assert steps is None or not due, f"no answers of {due} after {steps} steps"
 
     def commits(commits: Sequence[Commit], _output: Output) -> None:
-        for one in commits:
-            for batch in submitted:
-                if one.request in batch:
-                    batch[one.request] &= {*one.kept_ids.tolist()}
+        kept = {one.request: {*one.kept_ids.tolist()} for one in commits}
+        for batch in submitted:
+            gone = {(r, node) for r, node in batch if r in kept and node not in kept[r]}
+            batch.difference_update(gone)
 
     def closes(request_id: int) -> None:
         for batch in submitted:
-            batch.pop(request_id, None)
+            batch.difference_update([pair for pair in batch if pair[0] == request_id])
 
     observe(executor, "submit", before=submits)
     observe(executor, "collect", after=collected)

@@ -1,25 +1,48 @@
-"""Inspects caches, trees and the rows that the draft computes, after every step.
+"""Observes what the models of a strategy compute, and inspects caches, trees and the draft's rows.
+
+The pair creates the models, so it can observe every cache made of them, also inside parts from
+other packages: those of stages, drafts and staged levels. The token and the parent of each entry
+are recorded when its row is computed, independently of the cache's own bookkeeping.
 
 Shape letters: P paths, L layers, H heads, D head size, T tokens.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from specdec.attention.tree_attention import EMPTY, TreeCache
 from specdec.certify.cases import MIXED_RULES, parity_cases
-from specdec.certify.observing import Shadow, Watch, snapshot
-from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import WINDOW, Subject, decode_steps
+from specdec.certify.oracle import forward
+from specdec.certify.report import Note, Outcome, Skipped, joined_details, outcome
+from specdec.certify.subject import WINDOW, Subject, decode_steps, observe
+from specdec.clocks import ClockKind
+from specdec.clocks.meter import Meter
+from specdec.compose.workbench import Parts
+from specdec.models.config_values import config_value
+from specdec.models.runner import ModelRunner
 from specdec.models.slicing import cache_argument, hidden_states
 from specdec.pairs import RandomPair, build_pair
-from specdec.state import RequestState
-from specdec.types import NO_NODE, Commit, CommitKind, HiddenName, IntArray
+from specdec.state import DecodeState, RequestState
+from specdec.tensor_parallel import Collective, HeadSplit
+from specdec.types import (
+    NO_NODE,
+    Candidates,
+    Commit,
+    CommitKind,
+    HiddenName,
+    IntArray,
+    Nodes,
+    TreeRows,
+)
 
 TOLERANCE = 1e-6
 """Allowed error in float64, relative to the largest cache entry if that is above 1; transformers'
@@ -27,8 +50,205 @@ norms and Gemma's attention compute in float32.
 """
 
 _NUM_TOKENS = 12
-_BATCH = 2
-_SMALL_CHUNK = 4
+_SIZES = {"batch_size": 2, "prefill_chunk": 4}
+
+
+@dataclass(slots=True)
+class Shadow:
+    """The rows computed into one cache."""
+
+    cache: TreeCache
+    runner: ModelRunner  # the model that fills the cache
+    request: RequestState | None  # None if unknown
+    heads: tuple[int, ...] | None = None  # a rank's key/value heads, -1 for padding; None: all
+    # tree rows by node id: token, parent id, position
+    nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    repeated: list[int] = field(default_factory=list)  # node ids computed more than once
+    num_computed: int = 0  # length of the committed prefix that has been computed
+    catch_up_rows: int = 0  # committed tokens computed
+    repeated_catch_up: int = 0  # of them, those computed before
+    real: bool = True  # all node ids were those of the request's tree (not of a source's own)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.nodes) + len(self.repeated) + self.catch_up_rows
+
+    def record(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> None:
+        """Records the rows that are about to be computed."""
+        start, num = self.cache.cached_len, len(prefix_tokens)
+        self.catch_up_rows += num
+        self.repeated_catch_up += max(0, min(start + num, self.num_computed) - start)
+        self.num_computed = max(self.num_computed, start + num)
+        if tree is None:
+            return
+        if self.request is None:
+            self.real = False
+        elif self.real:
+            slots = self.request.tree.slots(tree.node_ids)
+            same = self.request.tree.tokens[slots] == tree.tokens
+            self.real = bool(((slots >= 0) & same).all())
+        columns = (tree.node_ids, tree.tokens, tree.parent_ids, tree.positions)
+        for node_id, *row in zip(*(column.tolist() for column in columns), strict=True):
+            if node_id in self.nodes:
+                self.repeated.append(node_id)
+            self.nodes[node_id] = tuple(row)
+
+    def path(self, node_id: int, cached_len: int, committed: IntArray) -> tuple[int, ...]:
+        """Returns the tokens up to a node: the cached prefix, the node's ancestors and the node."""
+        chain = []
+        while node_id in self.nodes and self.nodes[node_id][2] >= cached_len:
+            token, node_id, _ = self.nodes[node_id]
+            chain.append(token)
+        return (*committed[:cached_len].tolist(), *reversed(chain))
+
+
+@dataclass(slots=True)
+class Watch:
+    """The events recorded in one run. Keys of nodes are (request, node id)."""
+
+    shadows: list[Shadow] = field(default_factory=list)
+    num_rows: Counter[str] = field(default_factory=Counter)  # of all passes, by model name
+    counted_rows: int = 0  # by the source itself
+    # nodes that the source had to expand, and their ancestors
+    expanded: set[tuple[int, int]] = field(default_factory=set)
+    # each request's tree when last submitted, see ``_snapshot``
+    snapshots: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    # positions of submitted nodes that cannot be emitted
+    beyond: dict[tuple[int, int], int] = field(default_factory=dict)
+    # candidates that an asynchronous source has returned
+    proposed: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    is_asynchronous: bool = False
+    # the source's passes run in a thread, so its caches change while they would be inspected
+    in_thread: bool = False
+    _state: DecodeState | None = None
+
+    @property
+    def drafts(self) -> list[Shadow]:
+        """The caches of draft models that can be inspected between steps."""
+        return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
+
+    def pair(self, pair: RandomPair) -> None:
+        """Observes the models that parts make of ``pair``."""
+
+        def runner(
+            made: ModelRunner, _name: str, _meter: Meter, group: Collective | None = None
+        ) -> None:
+            self.model(made, None if group is None else _heads(made, pair.draft, group))
+
+        observe(pair, "runner", after=runner)
+        observe(pair, "stage", after=lambda stage, *_, **__: self.model(stage.runner))
+
+    def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
+        """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
+
+        def cache(cache: TreeCache, *_: Any) -> None:
+            # Parts create caches in `open`, for the request that was admitted last.
+            requests = [] if self._state is None else list(self._state.requests.values())
+            shadow = Shadow(cache, runner, requests[-1] if requests else None, heads)
+            self.shadows.append(shadow)
+            observe(cache, "rows", before=shadow.record)
+
+        def count(rows: Sequence[Any], **_: Any) -> None:
+            self.num_rows[runner.name] += sum(map(len, rows))
+
+        observe(runner, "new_cache", after=cache)
+        observe(runner, "forward", before=count)
+
+    def parts(self, parts: Parts, state: DecodeState) -> None:
+        self._state, levels = state, parts.source.levels
+        self.is_asynchronous = levels[0].asynchronous or levels[0] is not parts.source
+        self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
+
+        def expands(state: DecodeState, nodes: Nodes, _k: int) -> None:
+            for request_id, ids in nodes.items:
+                tree = state.requests[request_id].tree
+                for slot in tree.slots(ids).tolist():
+                    path = tree.ids[tree.path(slot)].tolist()
+                    self.expanded |= {(request_id, node_id) for node_id in path}
+
+        def proposes(nodes: Nodes, found: Candidates | None) -> None:
+            if not self.is_asynchronous or found is None:
+                return
+            for request_id, ids, rows in nodes.packed():
+                part = zip(found.tokens[rows].tolist(), found.counts[rows].tolist(), strict=True)
+                for node_id, (tokens, count) in zip(ids.tolist(), part, strict=True):
+                    self.proposed[request_id, node_id] = tokens[:count]
+
+        def submits(_: Any) -> None:
+            for request in state.requests.values():
+                self.snapshots[request.id] = _snapshot(request)
+                last = request.num_prompt - 1 + request.stop.max_new_tokens
+                positions, ids = request.tree.positions, request.tree.ids
+                for slot in () if request.finished else np.flatnonzero(positions > last).tolist():
+                    self.beyond[request.id, int(ids[slot])] = int(positions[slot])
+
+        observe(parts.executor, "submit", before=submits)
+        observe(parts.source, "expand", before=expands)
+        observe(parts.source, "expand", after=lambda found, _, nodes, _k: proposes(nodes, found))
+        if self.is_asynchronous:
+            for level in levels:
+                observe(level, "start", before=expands)
+            # The candidates of the other levels stay inside them.
+            observe(levels[0], "poll", after=lambda found, ticket: proposes(ticket.nodes, found))
+
+    def step(self, commits: Sequence[Commit]) -> None:
+        """Counts the committed nodes that each cache had computed as committed tokens."""
+        for shadow, commit in product(self.shadows, commits):
+            if shadow.request is not None and shadow.request.id == commit.request:
+                retired = commit.retired_ids.tolist()
+                for position, node_id in enumerate(retired, commit.prefix_len - len(retired)):
+                    is_next = shadow.num_computed == position
+                    shadow.num_computed += is_next and node_id in shadow.nodes
+
+
+def _heads(
+    runner: ModelRunner, model: PreTrainedModel, group: Collective
+) -> tuple[int, ...] | None:
+    """Returns a rank's key/value heads, -1 for padding; None if the family's are not split."""
+    config = model.config.get_text_config()
+    num_heads = int(config.num_attention_heads)
+    num_kv_heads = int(config_value(config, "num_key_value_heads", num_heads))
+    share = HeadSplit.of(num_heads, num_kv_heads, rank=group.rank, size=group.size).key_value
+    if runner.spec.num_kv_heads != len(share):
+        return None
+    return tuple(-1 if piece.pad else piece.start for piece in share)
+
+
+def _snapshot(request: RequestState) -> dict[int, tuple[int, int]]:
+    """Maps each node id of a request's tree to (parent id, token)."""
+    tree = request.tree
+    parents = np.where(tree.parents == NO_NODE, NO_NODE, tree.ids[tree.parents])
+    nodes = zip(parents.tolist(), tree.tokens.tolist(), strict=True)
+    return dict(zip(tree.ids.tolist(), nodes, strict=True))
+
+
+class Fresh:
+    """Computes keys, values and hidden states by transformers' own forward over whole sequences."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._entries: dict[tuple[int, ...], torch.Tensor] = {}
+        self._states: dict[tuple[HiddenName, tuple[int, ...]], torch.Tensor] = {}
+
+    def entries(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Returns [P, L, 2, H, D]: keys and values of the last token of each path."""
+        for path in sorted(paths, key=len, reverse=True):
+            if path not in self._entries:
+                # Made without the config, by which layers with a window drop their first entries.
+                cache = DynamicCache()
+                forward(self._model, path, use_cache=True, **{cache_argument(self._model): cache})
+                both = torch.stack([torch.stack([at.keys, at.values]) for at in cache.layers])
+                for length in range(1, len(path) + 1):  # both: [L, 2, 1, H, T, D]
+                    self._entries.setdefault(path[:length], both[:, :, 0, :, length - 1])
+        return torch.stack([self._entries[path] for path in paths])
+
+    def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
+        """Returns [E]: the hidden state after ``tokens``."""
+        key = name, tuple(tokens.tolist())
+        if key not in self._states:
+            path = torch.from_numpy(tokens).to(self._model.device)[None]
+            self._states[key] = hidden_states(self._model, path, [name])[0][0, -1]
+        return self._states[key]
 
 
 @dataclass(slots=True)
@@ -45,59 +265,56 @@ class Observation:
     num_nodes: int = 0  # tree nodes inspected
     error: Exception | None = None
 
-    def check(self, name: str, problems: list[str], detail: str) -> Check:
-        if problems:
-            return Check(name, False, joined_details(problems))
-        if self.error is not None:
+    def outcome(self, problems: list[str], detail: str) -> Outcome:
+        if self.error is not None and not problems:
             raise self.error
-        return Check(name, True, detail)
+        return outcome(problems, detail)
 
 
-def cache_invariant(subject: Subject) -> Check:
-    seen = observation(subject)
+def cache_invariant(subject: Subject) -> Outcome:
+    seen = subject.once(observation)
     if not (seen.num_entries or seen.num_states or seen.error or seen.caches):
-        return Check("cache_invariant", None, "no cache in this process to compare")
+        raise Skipped("no cache in this process to compare")
     states = f" and {seen.num_states} hidden states" if seen.num_states else ""
     windows = f", also with a sliding window of {WINDOW}" if subject.windowed else ""
     detail = f"{seen.num_entries} entries of {seen.num_caches} caches{states} equal fresh forwards"
-    return seen.check("cache_invariant", seen.caches, detail + windows)
+    return seen.outcome(seen.caches, detail + windows)
 
 
-def tree_invariant(subject: Subject) -> Check:
-    seen = observation(subject)
+def tree_invariant(subject: Subject) -> Outcome:
+    seen = subject.once(observation)
     detail = f"{seen.num_nodes} nodes under the right parents after every step"
-    return seen.check("tree_invariant", seen.trees, detail)
+    return seen.outcome(seen.trees, detail)
 
 
-def draft_rows(subject: Subject) -> Check:
+def draft_rows(subject: Subject) -> Outcome:
     """Rows computed twice or counted wrongly do not change the output, so they are only a note."""
-    seen = observation(subject)
+    seen = subject.once(observation)
     drafts = seen.watch.drafts
     if not drafts and not seen.error:
         hidden = seen.watch.in_thread
-        why = "the draft's passes run in a thread" if hidden else "no draft model in this process"
-        return Check("draft_rows", None, why)
+        raise Skipped(
+            "the draft's passes run in a thread" if hidden else "no draft model in this process"
+        )
     if seen.rows:
-        return Check("draft_rows", None, joined_details(seen.rows), note=True)
-    nodes, catch_up = sum(s.node_rows for s in drafts), sum(s.catch_up_rows for s in drafts)
+        raise Note(joined_details(seen.rows))
+    nodes, catch_up = sum(len(s.nodes) for s in drafts), sum(s.catch_up_rows for s in drafts)
     kind = "nodes" if all(s.real for s in drafts) else "nodes, guesses included"
     detail = f"{nodes + catch_up} rows = {nodes} distinct {kind} + {catch_up} catch-up tokens"
-    return seen.check("draft_rows", [], detail)
+    return seen.outcome([], detail)
 
 
 def observation(subject: Subject) -> Observation:
-    """Decodes a few requests under observation for each kind of pair, once per subject."""
-    if "observation" not in subject.notes:
-        seen = subject.notes["observation"] = Observation()
-        try:
-            _run(subject, "mixed", seen, seen.watch)
-            seen.rows += _row_problems(seen.watch)
-            for kind in subject.windowed:
-                _run(subject, kind, seen, Watch(), f"with a sliding window of {WINDOW}, ")
-        except Exception as error:  # keeps the problems of the steps before it
-            seen.error = error
-    found: Observation = subject.notes["observation"]
-    return found
+    """Decodes a few requests under observation for each kind of pair."""
+    seen = Observation()
+    try:
+        _run(subject, "mixed", seen, seen.watch)
+        seen.rows += _row_problems(seen.watch)
+        for kind in subject.windowed:
+            _run(subject, kind, seen, Watch(), f"with a sliding window of {WINDOW}, ")
+    except Exception as error:  # keeps the problems of the steps before it
+        seen.error = error
+    return seen
 
 
 def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str = "") -> None:
@@ -109,14 +326,11 @@ def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str 
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
-        for commits in decode_steps(
-            parts, cases, {}, batch_size=_BATCH, prefill_chunk=_SMALL_CHUNK, state=state
-        ):
+        for commits in decode_steps(parts, cases, {}, state=state, **_SIZES):
             watch.step(commits)
-            decided = {commit.request: commit for commit in commits}
+            decided, problems = {commit.request: commit for commit in commits}, list[str]()
             for commit in commits:
                 seen.trees += _commit_problems(commit, watch.snapshots.get(commit.request, {}))
-            problems = list[str]()
             for request in state.requests.values():
                 last = decided.get(request.id)
                 problems += _state_problems(request, last, fresh["target"], seen)
@@ -138,65 +352,31 @@ def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str 
         watch.counted_rows = parts.source.counters.rows
 
 
-class Fresh:
-    """Computes keys, values and hidden states by transformers' own forward over whole sequences."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._device = model, next(model.parameters()).device
-        self._entries: dict[tuple[int, ...], torch.Tensor] = {}
-        self._states: dict[tuple[HiddenName, tuple[int, ...]], torch.Tensor] = {}
-
-    def entries(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Returns [P, L, 2, H, D]: keys and values of the last token of each path."""
-        for path in sorted(paths, key=len, reverse=True):
-            if path not in self._entries:
-                # Made without the config, by which layers with a window drop their first entries.
-                cache = DynamicCache()
-                row = torch.tensor([path], device=self._device)
-                with torch.inference_mode():
-                    self._model(row, use_cache=True, **{cache_argument(self._model): cache})
-                both = torch.stack([torch.stack([at.keys, at.values]) for at in cache.layers])
-                for length in range(1, len(path) + 1):  # both: [L, 2, 1, H, T, D]
-                    self._entries.setdefault(path[:length], both[:, :, 0, :, length - 1])
-        return torch.stack([self._entries[path] for path in paths])
-
-    def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
-        """Returns [E]: the hidden state after ``tokens``."""
-        key = name, tuple(tokens.tolist())
-        if key not in self._states:
-            path = torch.from_numpy(tokens).to(self._device)[None]
-            self._states[key] = hidden_states(self._model, path, [name])[0][0, -1]
-        return self._states[key]
-
-
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
     """Yields differences of a cache from fresh forwards over the paths of its entries."""
-    cache, request = shadow.cache, shadow.request
+    cache, request, runner = shadow.cache, shadow.request, shadow.runner
     assert request is not None
-    where = f"{shadow.runner.name}'s cache of request {request.id}"
-    tokens = request.tokens
-    if cache.cached_len > request.prefix_len:
-        yield f"{where} has {cache.cached_len} prefix tokens, committed are {request.prefix_len}"
+    where, tokens = f"{runner.name}'s cache of request {request.id}", request.tokens
+    num = cache.cached_len
+    if num > request.prefix_len:
+        yield f"{where} has {num} prefix tokens, committed are {request.prefix_len}"
         return
-    paths = [tuple(tokens[: at + 1].tolist()) for at in range(cache.cached_len)]
-    ids = cache.node_ids
-    slots = request.tree.slots(ids)
-    nodes = zip(ids.tolist(), slots.tolist(), cache.node_positions.tolist(), strict=True)
-    for node_id, slot, position in nodes:
-        path = shadow.path(node_id, cache.cached_len, tokens)
+    paths = [tuple(tokens[: at + 1].tolist()) for at in range(num)]
+    ids = cache.node_ids.tolist()
+    slots = request.tree.slots(cache.node_ids).tolist()
+    for node_id, slot, position in zip(ids, slots, cache.node_positions.tolist(), strict=True):
+        paths.append(shadow.path(node_id, num, tokens))
         if shadow.real and slot < 0:
             yield f"{where} has an entry of node {node_id}, which has left the tree"
             return
-        if shadow.real and path != tuple(request.path_tokens(slot).tolist()):
+        if shadow.real and paths[-1] != tuple(request.path_tokens(slot).tolist()):
             yield f"{where}: node {node_id} was computed on another path than the tree's"
             return
-        if position != len(path) - 1:
-            yield f"{where}: node {node_id} is at position {position} instead of {len(path) - 1}"
+        if position != (right := len(paths[-1]) - 1):
+            yield f"{where}: node {node_id} is at position {position} instead of {right}"
             return
-        paths.append(path)
     if not paths:
         return
-    runner = shadow.runner
     layers = slice(runner.first_layer, runner.first_layer + runner.num_layers)
     expected = fresh.entries(paths)[:, layers].permute(1, 2, 3, 0, 4)
     entries = cache.storage[:, :, :, : len(paths)]
@@ -208,9 +388,7 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
     seen.num_entries += len(paths)
     at = int(error.argmax())
     if not float(error[at]) <= TOLERANCE:
-        entry = f"position {at} of the prefix"
-        if at >= cache.cached_len:
-            entry = f"node {ids[at - cache.cached_len]}"
+        entry = f"position {at} of the prefix" if at < num else f"node {ids[at - num]}"
         yield f"{where}: {entry} differs from a fresh forward by {float(error[at]):.1e}"
 
 
@@ -221,11 +399,10 @@ def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iter
         yield f"{where}: two children of a node of the submitted tree carry the same token"
     if commit.kind is not CommitKind.HIT or commit.root_id not in before:
         return
-    below = {commit.root_id}
+    below, kept = {commit.root_id}, {*commit.kept_ids.tolist()}
     for node_id in sorted(before):
         if before[node_id][0] in below:
             below.add(node_id)
-    kept = set(commit.kept_ids.tolist())
     if lost := below - kept:
         yield f"{where}: nodes {sorted(lost)[:3]} under the new root were dropped"
     if stray := (kept & before.keys()) - below:
@@ -253,7 +430,7 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
         return
     if (positions[1:] != positions[parents[1:]] + 1).any():
         yield f"{where}: a node's position is not its parent's plus one"
-    nodes, before = snapshot(request), watch.snapshots.get(request.id, {})
+    nodes, before = _snapshot(request), watch.snapshots.get(request.id, {})
     if len(set(nodes.values())) != len(nodes):
         yield f"{where}: two children of a node carry the same token"
     for node_id, (parent, token) in nodes.items():
@@ -266,10 +443,8 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
         num = None if proposed is None else len(proposed)
         stored = tree.candidate_tokens[slot, :num].tolist()
         if stored != proposed:
-            yield (
-                f"{where}: node {node_id} has the candidates {stored}, the source proposed"
-                f" {proposed}"
-            )
+            what = f"node {node_id} has the candidates {stored}, the source proposed {proposed}"
+            yield f"{where}: {what}"
 
 
 def _row_problems(watch: Watch) -> Iterator[str]:
@@ -278,28 +453,22 @@ def _row_problems(watch: Watch) -> Iterator[str]:
     if not drafts:
         return
     for shadow in drafts:
+        name = shadow.runner.name
         if shadow.repeated:
-            yield (
-                f"{len(shadow.repeated)} node rows of {shadow.runner.name} were computed more than"
-                f" once (nodes {sorted(set(shadow.repeated))[:3]})"
-            )
+            which = sorted(set(shadow.repeated))[:3]
+            num = len(shadow.repeated)
+            yield f"{num} node rows of {name} were computed more than once (nodes {which})"
         if shadow.real and shadow.repeated_catch_up:
-            yield (
-                f"{shadow.repeated_catch_up} of {shadow.catch_up_rows} catch-up rows of"
-                f" {shadow.runner.name} are of committed tokens computed before"
-            )
+            some = f"{shadow.repeated_catch_up} of {shadow.catch_up_rows} catch-up rows of {name}"
+            yield f"{some} are of committed tokens computed before"
     rows = sum(watch.num_rows[name] for name in {s.runner.name for s in drafts})
-    recorded = sum(s.node_rows + s.catch_up_rows for s in drafts)
+    recorded = sum(s.num_rows for s in drafts)
     if rows != recorded:
         yield f"the draft's passes have {rows} rows, its caches were given {recorded}"
     if rows != watch.counted_rows:
         yield f"the source counts {watch.counted_rows} rows, its model computed {rows}"
-    in_vain = {
-        (s.request.id, node_id)
-        for s in drafts
-        if s.real and s.request is not None
-        for node_id in s.nodes
-    } - watch.expanded
+    real = [(s.request.id, s.nodes) for s in drafts if s.real and s.request is not None]
+    in_vain = {(request, node) for request, nodes in real for node in nodes} - watch.expanded
     if in_vain:
         yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
 
@@ -327,7 +496,6 @@ def _state_problems(
         expected = fresh.state(tokens, name)
         error = float((state.to(expected.device) - expected).abs().max())
         if not error <= TOLERANCE:
-            yield (
-                f"tree of request {request.id}: the state of node {node_id} after layer"
-                f" {name.layer} differs from a fresh forward by {error:.1e}"
-            )
+            which = f"tree of request {request.id}: the state of node {node_id}"
+            how = f"differs from a fresh forward by {error:.1e}"
+            yield f"{which} after layer {name.layer} {how}"

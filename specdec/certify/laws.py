@@ -18,7 +18,7 @@ of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,10 @@ from scipy.special import gammaln, logsumexp
 
 from specdec.certify.cases import Case
 from specdec.certify.oracle import reference_probs
-from specdec.certify.report import Check, joined_details
+from specdec.certify.report import Outcome, Skipped, joined_details
 from specdec.certify.subject import Subject, decode_cases
 from specdec.compose.workbench import compose
 from specdec.errors import UserError
-from specdec.pairs import TablePair
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.feeding import Feeding
 from specdec.state import StopRules
@@ -40,12 +39,14 @@ from specdec.types import FloatArray, IntArray, Lossless
 Table = tuple[tuple[float, ...], ...]
 """Logits of the next token (column) after each token (row, by its id modulo their number)."""
 
+Rows = Mapping[str, tuple[FloatArray, FloatArray]]
+"""Name of a row -> logits or laws of (target, draft), float64[V] each."""
+
 FALSE_ALARM = 1e-6  # of a check, over all of its tests
 
 _WIDE_VOCAB = 8168  # not a multiple of the block size in which a row is summed
 _FULL_VOCAB = 40_040  # with depth=full
-_WIDE_REQUESTS = 600
-_WIDE_TOKENS = 4
+_WIDE_REQUESTS, _WIDE_TOKENS = 600, 4
 _BATCH = 25  # where requests take turns, each step has a cost per open request
 _WIDE_BATCH = 60  # rows of probabilities are large
 
@@ -66,42 +67,43 @@ OPPOSED_TABLE: Table = (  # a draft that prefers other tokens
     (2.0, 2.0, 1.8, -0.6, 2.4),
 )
 
-# Percent: (target's row, draft's row). Each shows another fault of the tests of later siblings: a
-# shared draw, a residual that is not updated, a draft that is not renormalised.
-_SHARES = (
+
+def _tables(*shares: tuple[Sequence[float], Sequence[float]]) -> tuple[Table, Table]:
+    """Returns logits of target and draft from their rows in percent."""
+    target, draft = (
+        tuple(tuple(math.log(share / 100) for share in row) for row in rows)
+        for rows in zip(*shares, strict=True)
+    )
+    return target, draft
+
+
+# Each row shows another fault of the tests of later siblings: a shared draw, a residual that is not
+# updated, a draft that is not renormalised.
+CROWDED_TABLES = _tables(
     ((51, 19, 18, 4, 8), (10, 0.4, 1, 42.6, 46)),
     ((13, 33, 9, 38, 7), (32, 0.6, 6, 7, 54.4)),
     ((18, 22, 20, 21, 19), (33, 2, 37, 1, 27)),
     ((37, 2, 41, 4, 16), (1, 62, 26, 9, 2)),
     ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
 )
-
-
-def _logits(rows: Iterable[Sequence[float]]) -> Table:
-    return tuple(tuple(math.log(share / 100) for share in row) for row in rows)
-
-
-CROWDED_TABLES = _logits(target for target, _ in _SHARES), _logits(draft for _, draft in _SHARES)
 """The draft crowds one, two or three tokens, which are often rejected: the tests of the siblings
 after them then decide; with the opposed draft nearly all tests are certain.
 """
 
-ONE_LAW_TABLES = _logits([(30, 25, 20, 15, 10)]), _logits([(10, 15, 20, 25, 30)])
+ONE_LAW_TABLES = _tables(((30, 25, 20, 15, 10), (10, 15, 20, 25, 30)))
 """All tokens have one law, so draws that are used again in a later step give the same tokens."""
 
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
+_T1 = SamplingParams(temperature=1.0)
+_FILTERED = SamplingParams(temperature=0.8, top_k=4, top_p=0.95)
 # Name -> ((target, draft), parameters, number of requests, tokens of each).
 _SMALL_TABLES = {
-    "opposed draft, t=0.8 top_k=4 top_p=0.95": (
-        (TARGET_TABLE, OPPOSED_TABLE),
-        SamplingParams(temperature=0.8, top_k=4, top_p=0.95),
-        *(400, 3),
-    ),
-    "crowded draft, t=1": (CROWDED_TABLES, SamplingParams(temperature=1.0), 1500, 3),
-    "one law, t=1": (ONE_LAW_TABLES, SamplingParams(temperature=1.0), 700, 7),
+    "opposed draft, t=0.8 top_k=4 top_p=0.95": ((TARGET_TABLE, OPPOSED_TABLE), _FILTERED, 400, 3),
+    "crowded draft, t=1": (CROWDED_TABLES, _T1, 1500, 3),
+    "one law, t=1": (ONE_LAW_TABLES, _T1, 700, 7),
 }
 _WIDE_SAMPLINGS = {
-    "t=1": SamplingParams(temperature=1.0),
+    "t=1": _T1,
     "t=1.2 top_k=1000 top_p=0.99": SamplingParams(temperature=1.2, top_k=1000, top_p=0.99),
 }
 _CHAIN = "a chain of 6"
@@ -205,9 +207,9 @@ def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]
             yield f"place by {order}, given that of {before}", value
 
 
-def distribution(subject: Subject) -> Check:
+def distribution(subject: Subject) -> Outcome:
     if subject.claims is Lossless.TOKEN:
-        return Check("distribution", None, "not needed: lossless token for token")
+        raise Skipped("not needed: lossless token for token")
     exact = subject.claims is Lossless.DISTRIBUTION
     shapes: dict[str, dict[str, Any]] = {"as configured": {}}
     if exact and subject.build is compose:
@@ -219,11 +221,15 @@ def distribution(subject: Subject) -> Check:
     per_shape += len(vocabs) * len(_WIDE_SAMPLINGS) * (7 * 4 + NUM_PLACE_TESTS)
     found, farthest = Evidence(num_tests=len(shapes) * per_shape), 0.0
     for name, changes in shapes.items():
+        wide = vocabs if exact and name != _CHAIN else ()
         try:
-            for test in _tests(vocabs if exact and name != _CHAIN else (), configured=not changes):
+            for label, tables, cases, size in _tests(subject, wide, configured=not changes):
                 if exact and found.biased():
                     break  # the tests to come cannot take it back
-                distance = _test(subject, f"{name}, {test.label}", test, changes, found)
+                with subject.composed(model=table_model(tables), **changes) as parts:
+                    outputs = decode_cases(parts, cases, batch_size=size)
+                tokens = np.array([outputs[case.id].output for case in cases])
+                distance = _test(found, f"{name}, {label}", tables, cases, tokens, subject.seed)
                 farthest = max(farthest, distance)
         except UserError:
             if not changes:
@@ -231,99 +237,79 @@ def distribution(subject: Subject) -> Check:
     if biased := found.biased():
         prefix = "not the target's law" if exact else "lossy"
         far = f"{prefix}: total variation up to {farthest:.3f}"
-        return Check("distribution", False, f"{far}; {joined_details(biased, limit=2)}")
-    wide = f"vocabularies of up to {vocabs[-1]} tokens" if exact else "small tables"
-    return Check("distribution", True, f"{wide}, {found.passed}")
+        return False, f"{far}; {joined_details(biased, limit=2)}"
+    sizes = f"vocabularies of up to {vocabs[-1]} tokens" if exact else "small tables"
+    return True, f"{sizes}, {found.passed}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Test:
-    """Requests that are decoded on tables: row's name -> logits[V] of (target, draft)."""
+def _tests(
+    subject: Subject, vocabs: Sequence[int], *, configured: bool
+) -> Iterator[tuple[str, Rows, list[Case], int]]:
+    """Yields (label, tables, requests, batch size) for the configured policy, or for another."""
 
-    label: str
-    tables: Mapping[str, tuple[FloatArray, FloatArray]]
-    params: SamplingParams
-    start: IntArray  # last tokens of the prompts
-    num_tokens: int  # of each output
-    batch_size: int
-    partitioned: bool = False
+    def cases(start: IntArray, params: SamplingParams, num_tokens: int) -> list[Case]:
+        stop, last = StopRules(max_new_tokens=num_tokens), np.tile(start, subject.times)
+        return [Case(i, "", (token,), params, stop) for i, token in enumerate(last.tolist())]
 
-
-def _tests(vocabs: Sequence[int], *, configured: bool) -> Iterator[_Test]:
-    """Yields the tests of the configured policy, or of another one."""
-    for label, (pair, params, num_requests, num_tokens) in _SMALL_TABLES.items():
+    for label, (pair, params, num, num_tokens) in _SMALL_TABLES.items():
         if configured or pair is not ONE_LAW_TABLES:  # shows faults of sources, whatever the policy
-            rows = zip(*(np.array(table) for table in pair), strict=True)
-            tables = {f"the token after {row}": both for row, both in enumerate(rows)}
-            start, size = np.resize(_STARTS, num_requests), _BATCH if configured else 8 * _BATCH
-            yield _Test(label, tables, params, start, num_tokens, size)
+            rows = enumerate(zip(*map(np.array, pair), strict=True))
+            tables = {f"the token after {row}": both for row, both in rows}
+            size = _BATCH if configured else 8 * _BATCH
+            yield label, tables, cases(np.resize(_STARTS, num), params, num_tokens), size
     for vocab_size in vocabs:
-        start, size = np.arange(_WIDE_REQUESTS), max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)
+        size = max(1, _WIDE_BATCH * _WIDE_VOCAB // vocab_size)
         for label, params in list(_WIDE_SAMPLINGS.items())[0 if configured else -1 :]:
-            label, tables = f"{vocab_size} tokens, {label}", wide_tables(vocab_size)
-            yield _Test(label, tables, params, start, _WIDE_TOKENS, size, partitioned=True)
+            wide = cases(np.arange(_WIDE_REQUESTS), params, _WIDE_TOKENS)
+            yield f"{vocab_size} tokens, {label}", wide_tables(vocab_size), wide, size
 
 
 def _test(
-    subject: Subject, name: str, test: _Test, changes: dict[str, Any], found: Evidence
+    found: Evidence, name: str, tables: Rows, cases: Sequence[Case], tokens: IntArray, seed: int
 ) -> float:
-    """Tests the token after each other one; returns its total variation from the target's law."""
-    pair, params = table_pair(test.tables), test.params
-    tables = [table.tolist() for table in (pair.target_table, pair.draft_table)]
-    section = {"kind": "table", "target": tables[0], "draft": tables[1]}
-    stop, start = StopRules(max_new_tokens=test.num_tokens), np.tile(test.start, subject.times)
-    cases = [Case(i, "", (int(token),), params, stop) for i, token in enumerate(start)]
-    with subject.composed(pair=pair, **{**changes, "model": section}) as parts:
-        outputs = decode_cases(parts, cases, batch_size=test.batch_size)
-    tokens = np.array([outputs[case.id].output for case in cases])
+    """Tests ``tokens``[N, T]; returns the total variation of a token's law from the target's, given
+    the token before it, on small tables.
+    """
+    params, rng, series = cases[0].sampling, np.random.default_rng(seed), list[FloatArray]()
     laws = {
         row: (reference_probs(target, params), reference_probs(draft, params))
-        for row, (target, draft) in test.tables.items()
+        for row, (target, draft) in tables.items()
     }
-    rows = list(laws.values())
-    before = np.concatenate([start[:, None], tokens[:, :-1]], axis=1) % len(rows)
-    values = list(row_evidence(laws, before, tokens, partitioned=test.partitioned))
-    found.logs += [(f"{name}, {kind}", value) for kind, value in values]
+    rows, start = list(laws.values()), np.array([case.prompt for case in cases])
+    before = np.concatenate([start, tokens[:, :-1]], axis=1) % len(rows)
+    values = list(row_evidence(laws, before, tokens))
     if not np.isinf([value for _, value in values]).any():
-        rng, series = np.random.default_rng(subject.seed), list[FloatArray]()
         for row in np.stack([before, tokens], axis=2).tolist():
             series.append(np.array([places(rows[at], token, rng) for at, token in row]))
-        found.logs += [(f"{name}, {kind}", value) for kind, value in place_evidence(series)]
-    drawn = [
-        np.bincount(tokens[before == at], minlength=len(rows[at][0])) for at in range(len(rows))
-    ]
-    far = [np.abs(n - law * n.sum()).sum() for n, (law, _) in zip(drawn, rows, strict=True)]
-    return 0.0 if test.partitioned else float(sum(far)) / 2 / tokens.size
+        values += place_evidence(series)
+    found.logs += [(f"{name}, {kind}", value) for kind, value in values]
+    far = 0.0
+    for at, (law, _) in enumerate(rows):
+        drawn = np.bincount(tokens[before == at], minlength=len(law))
+        far += np.abs(drawn - law * drawn.sum()).sum() if len(law) <= _PLACE else 0.0
+    return float(far) / 2 / tokens.size
 
 
-def row_evidence(
-    laws: Mapping[str, tuple[FloatArray, FloatArray]],
-    before: IntArray,
-    tokens: IntArray,
-    *,
-    partitioned: bool = True,
-) -> Iterator[tuple[str, float]]:
+def row_evidence(laws: Rows, before: IntArray, tokens: IntArray) -> Iterator[tuple[str, float]]:
     """Yields (description, log e-value) for each row and partition, and for all rows together.
 
     Output ``tokens``[N, T] are counted by the row of the token ``before``[N, T] them. Given that
     row they are independent draws of the target, wherever in a step or a tree they were decided.
-    ``laws`` has float64[V] of target and draft.
     """
     together: dict[str, float] = {}
     for row, (kind, (target, draft)) in enumerate(laws.items()):
         drawn = tokens[before == row]
         for name, cells in partitions(target, draft):
-            if partitioned or name == SINGLE:
-                law: FloatArray = np.bincount(cells, weights=target).astype(np.float64)
-                value = log_evidence(np.bincount(cells[drawn], minlength=len(law)), law)
-                together[name] = together.get(name, 0.0) + value
-                yield f"{kind}, {name}", value
+            law: FloatArray = np.bincount(cells, weights=target).astype(np.float64)
+            value = log_evidence(np.bincount(cells[drawn], minlength=len(law)), law)
+            together[name] = together.get(name, 0.0) + value
+            yield f"{kind}, {name}", value
     for name, value in together.items():  # given the rows, the counts are independent
         yield f"all rows, {name}", value
 
 
-def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Maps each kind of row to (target's logits[V], draft's logits[V]).
+def wide_tables(vocab_size: int, seed: int = 0) -> Rows:
+    """Returns the rows of logits of a large vocabulary.
 
     Half of the mass lies on a few tokens and half on a long tail, and the draft is equal to the
     target, near it or far from it: small tables do not show what depends on a token's probability
@@ -353,18 +339,21 @@ def wide_tables(vocab_size: int, seed: int = 0) -> dict[str, tuple[FloatArray, F
     }
 
 
-def table_pair(tables: Mapping[str, tuple[FloatArray, FloatArray]]) -> TablePair:
-    target, draft = (np.stack(rows) for rows in zip(*tables.values(), strict=True))
-    return TablePair(target=target.tolist(), draft=draft.tolist())
+def table_model(tables: Rows) -> dict[str, Any]:
+    """Returns the ``model`` section of a ``TablePair``."""
+    target, draft = (np.stack(rows).tolist() for rows in zip(*tables.values(), strict=True))
+    return {"kind": "table", "target": target, "draft": draft}
 
 
 def partitions(target: FloatArray, draft: FloatArray) -> Iterator[tuple[str, IntArray]]:
     """Yields (name, int64[V], the cell of each token) for two distributions[V]."""
-    num = len(target)
-    yield SINGLE, np.arange(num)
+    ids = np.arange(len(target))
+    yield SINGLE, ids
+    if len(ids) <= _PLACE:
+        return  # the counts of the single tokens show all
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.searchsorted(_RATIO_EDGES, np.nan_to_num(draft / target, nan=1.0, posinf=2.0))
     yield "probabilities", np.searchsorted(_PROB_EDGES, draft) * (len(_RATIO_EDGES) + 1) + ratio
-    place = np.arange(num) // _PLACE
+    place = ids // _PLACE
     yield "places", place
     yield "ends", np.where(place == 0, 1, 0) + np.where(place == place[-1], 2, 0)

@@ -12,7 +12,7 @@ Shape letters: V vocabulary, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,17 +23,17 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from specdec.certify.cases import GREEDY, Case, Decoded
 from specdec.certify.laws import NUM_PLACE_TESTS, ORDERS, Evidence, place_evidence, places
-from specdec.certify.observing import observe
 from specdec.certify.oracle import (
     Difference,
     differences,
+    forward,
     processed,
     reference_probs,
     unequal,
     whole_pass,
 )
-from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import CannotCompose, Subject, decode_cases, rank_groups
+from specdec.certify.report import Outcome, Skipped, joined_details
+from specdec.certify.subject import CannotCompose, Subject, decode_cases, observe, rank_groups
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.device import on_host
@@ -65,33 +65,14 @@ class _Configured:
     prompts: Sequence[TokenPrompt]
     stop: StopRules
 
-    @classmethod
-    def of(cls, subject: Subject, name: str) -> _Configured | Check:
-        """Loads the models once per subject; a skipped check if they have no logits."""
-        kind = subject.cfg["model"]["kind"]
-        if kind not in ("pretrained", "random"):
-            return Check(name, None, f"model={kind} has no logits")
-        if "configured" not in subject.notes:
-            cfg = dict(subject.cfg)
-            limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
-            cfg["data"] = {**cfg["data"], "limit": limit}
-            cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _NUM_TOKENS)
-            try:
-                pair, prompts, _ = prepare(cfg)
-            except UserError as refusal:
-                raise CannotCompose(str(refusal)) from refusal
-            assert isinstance(pair, HuggingFacePair)
-            subject.notes["configured"] = cls(subject, cfg, pair, prompts, stop_rules(cfg, pair))
-        found: _Configured = subject.notes["configured"]
-        return found
-
     @property
-    def is_quantised(self) -> bool:
-        return self.pair.options.bits_of("target") is not None
+    def bits(self) -> int | None:
+        """Of a quantised target's weights."""
+        return self.pair.options.bits_of("target")
 
     @property
     def label(self) -> str:
-        return f"int{self.pair.options.bits_of('target')}" if self.is_quantised else self.pair.dtype
+        return f"int{self.bits}" if self.bits else self.pair.dtype
 
     def decode(self, parts: Parts, cases: Sequence[Case], size: int = 0) -> dict[int, Decoded]:
         size, chunk = size or self.subject.batch_size, int(self.cfg["prefill_chunk"])
@@ -99,10 +80,10 @@ class _Configured:
 
     def differences(
         self, case: Case, decoded: Decoded, rows: FloatArray, errors: FloatArray
-    ) -> Iterator[Difference]:
-        by_token = self.subject.claims is not Lossless.DISTRIBUTION or case.sampling.greedy
-        seed = self.subject.seed
-        return differences(case, decoded, rows, seed=seed, errors=errors, tokens=by_token)
+    ) -> list[Difference]:
+        seed, exact = self.subject.seed, self.subject.claims is not Lossless.DISTRIBUTION
+        tokens = exact or case.sampling.greedy
+        return [*differences(case, decoded, rows, seed=seed, errors=errors, tokens=tokens)]
 
     def passes(self, tokens: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
         """Computes logits by passes of one row, and what passes of more rows change.
@@ -110,7 +91,7 @@ class _Configured:
         Returns:
             float64[T, V], the logits after each token, and float64[T], the largest change of one.
         """
-        if not self.is_quantised:
+        if self.bits is None:
             rows = _single_tokens(self.pair.target, tokens)
             error = np.abs(whole_pass(self.pair.target, tokens) - rows).max()
             return rows, np.full(len(tokens), error)
@@ -121,7 +102,7 @@ class _Configured:
     def rows(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> FloatArray:
         """Returns float64[T, V]: the logits from which each output token is drawn."""
         tokens, last = (*prompt, *output[:-1]), len(prompt) - 1
-        if not self.is_quantised:
+        if self.bits is None:
             return whole_pass(self.pair.target, tokens)[last:]
         return self._session_rows(tokens, 1, first=len(prompt))[last:]
 
@@ -130,39 +111,48 @@ class _Configured:
 
         After ``first`` tokens in one pass there are ``size`` tokens in each.
         """
-        runner = self.pair.runner("target", Meter())
-        cache, found = runner.new_cache(len(tokens)), []
-        starts = [*([0] if first else []), *range(first, len(tokens), size), len(tokens)]
+        runner, found = self.pair.runner("target", Meter()), []
+        cache = runner.new_cache(len(tokens))
+        starts = sorted({0, *range(first, len(tokens), size), len(tokens)})
         for start, stop in pairwise(starts):
-            part = np.array(tokens[start:stop])
-            output = runner.forward([cache.rows(prefix_tokens=part)])
+            output = runner.forward([cache.rows(prefix_tokens=np.array(tokens[start:stop]))])
             assert output.logits is not None
             found.append(output.logits.to(torch.float64).numpy())
         return np.concatenate(found)
 
 
+def _configured(subject: Subject) -> _Configured:
+    kind = subject.cfg["model"]["kind"]
+    if kind not in ("pretrained", "random"):
+        raise Skipped(f"model={kind} has no logits")
+    cfg = dict(subject.cfg)
+    limit = min(cfg["data"]["limit"] or _NUM_PROMPTS, _NUM_PROMPTS)
+    cfg["data"] = {**cfg["data"], "limit": limit}
+    cfg["max_new_tokens"] = min(int(cfg["max_new_tokens"]), _NUM_TOKENS)
+    try:
+        pair, prompts, _ = prepare(cfg)
+    except UserError as refusal:
+        raise CannotCompose(str(refusal)) from refusal
+    assert isinstance(pair, HuggingFacePair)
+    return _Configured(subject, cfg, pair, prompts, stop_rules(cfg, pair))
+
+
 def _single_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> FloatArray:
     """Returns float64[T, V] as ``whole_pass``, by a pass per token with transformers' own cache."""
-    device, name = next(model.parameters()).device, cache_argument(model)
-    cache, rows = None, []
-    with torch.inference_mode():
-        for token in tokens:
-            row = torch.tensor([[token]], device=device)
-            out = model(row, use_cache=True, **{name: cache})
-            cache = getattr(out, name)
-            rows.append(out.logits[0, -1].to(torch.float64).cpu().numpy())
+    cache, name, rows = None, cache_argument(model), []
+    for token in tokens:
+        out = forward(model, [token], use_cache=True, **{name: cache})
+        cache = getattr(out, name)
+        rows.append(out.logits[0, -1].to(torch.float64).cpu().numpy())
     return np.stack(rows)
 
 
-def numerics(subject: Subject) -> Check:
-    given = _Configured.of(subject, "numerics")
-    if isinstance(given, Check):
-        return given
+def numerics(subject: Subject) -> Outcome:
+    given = subject.once(_configured)
     params = subject.sampling if subject.claims is Lossless.TOKEN else GREEDY
     cases = [
-        Case(p.id, f"prompt {p.id}", prompt, params, given.stop)
+        Case(p.id, f"prompt {p.id}", tuple(p.tokens.tolist()[-_MAX_PROMPT:]), params, given.stop)
         for p in given.prompts
-        for prompt in [tuple(p.tokens.tolist()[-_MAX_PROMPT:])]
     ]
     with subject.built(given.cfg, given.pair) as parts:
         outputs = given.decode(parts, cases)
@@ -170,25 +160,22 @@ def numerics(subject: Subject) -> Check:
     for case in cases:
         output, last = outputs[case.id].output, len(case.prompt) - 1
         rows, errors = given.passes((*case.prompt, *output[:-1]))
-        found = [*given.differences(case, outputs[case.id], rows[last:], errors[last:])]
+        found = given.differences(case, outputs[case.id], rows[last:], errors[last:])
         equal, largest = equal + (not found), max(largest, float(errors.max()))
         for one in found:
             (ties if one.is_tie else faults).append(f"{case.label}, {one.text}")
     if subject.claims is Lossless.LOSSY:
         if not ties + faults:
-            return Check("numerics", None, f"{len(cases)} prompts happen to equal plain decoding")
+            return None, f"{len(cases)} prompts happen to equal plain decoding"
         number = f"{len(cases) - equal} of {len(cases)} prompts differ"
-        return Check("numerics", False, f"lossy: {number}; {joined_details(faults + ties)}")
-    label = f"{given.label}, {len(cases)} prompts"
-    measured = f"batched and single-token logits differ by up to {largest:.1e}"
-    if faults:
-        return Check("numerics", False, f"{label}: {joined_details(faults)}; {measured}")
-    rest = "no ties"
-    if ties:
+        return False, f"lossy: {number}; {joined_details(faults + ties)}"
+    shown = joined_details(faults) or f"{equal} equal plain decoding, no ties"
+    if ties and not faults:
         tokens = sum(len(decoded.output) for decoded in outputs.values())
         rate = f"{len(ties)} ties in {tokens} tokens ({1000 * len(ties) / tokens:.1f} per 1,000)"
-        rest = f"{rate}: {joined_details(ties)}"
-    return Check("numerics", True, f"{label}: {equal} equal plain decoding, {rest}; {measured}")
+        shown = f"{equal} equal plain decoding, {rate}: {joined_details(ties)}"
+    measured = f"batched and single-token logits differ by up to {largest:.1e}"
+    return not faults, f"{given.label}, {len(cases)} prompts: {shown}; {measured}"
 
 
 @dataclass(frozen=True)
@@ -242,12 +229,10 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
     return found
 
 
-def configured_law(subject: Subject) -> Check:
-    given = _Configured.of(subject, "configured_law")
-    if isinstance(given, Check):
-        return given
+def configured_law(subject: Subject) -> Outcome:
+    given = subject.once(_configured)
     if subject.claims is Lossless.LOSSY:
-        return Check("configured_law", None, "a lossy output has another law")
+        raise Skipped("a lossy output has another law")
     groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
     with subject.built(given.cfg, given.pair) as parts:
@@ -274,9 +259,9 @@ def configured_law(subject: Subject) -> Check:
     found.logs += [(f"all, {test}", value - slack) for test, value in place_evidence(together)]
     label = f"{given.label}, {len(cases)} requests, {sum(map(len, together))} tokens"
     if faults := faults + found.biased():
-        return Check("configured_law", False, f"{label}: {joined_details(faults)}")
+        return False, f"{label}: {joined_details(faults)}"
     equal = ", equal to plain decoding" if subject.claims is Lossless.TOKEN else ""
-    return Check("configured_law", True, f"{label}{equal}; {found.passed}")
+    return True, f"{label}{equal}; {found.passed}"
 
 
 def _places(
@@ -315,19 +300,17 @@ def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
     return found
 
 
-def exact_dtype(subject: Subject) -> Check:
+def exact_dtype(subject: Subject) -> Outcome:
     """Checks with ``model.exact=true`` that outputs in the configured dtype equal plain decoding.
 
     Plain decoding here is the preset ``ar`` on the same pair: on one device, or on the same
     tensor-parallel group, whose sums define the bits. There is no tolerance for ties.
     """
     if not subject.cfg["model"].get("exact"):
-        return Check("exact_dtype", None, "model.exact=false: rounding may decide between tokens")
+        raise Skipped("model.exact=false: rounding may decide between tokens")
     if subject.claims is Lossless.LOSSY:
-        return Check("exact_dtype", None, "a lossy output has no reference")
-    given = _Configured.of(subject, "exact_dtype")
-    if isinstance(given, Check):
-        return given
+        raise Skipped("a lossy output has no reference")
+    given = subject.once(_configured)
     room = (given.pair.max_positions or _EXACT_TOKENS + _EXACT_PROMPT) - 1
     longest = min(_EXACT_PROMPT, max(1, room - _EXACT_TOKENS))
     stop = StopRules(max_new_tokens=min(_EXACT_TOKENS, room - longest))
@@ -346,9 +329,8 @@ def exact_dtype(subject: Subject) -> Check:
         outputs = given.decode(parts, cases)
     num_tokens = sum(len(decoded.output) for decoded in outputs.values())
     detail = f"{given.pair.dtype}, {torch.get_num_threads()} threads, {num_tokens} tokens"
-    if problems := [*unequal(cases, outputs, expected)]:
-        return Check("exact_dtype", False, f"{detail}: {joined_details(problems)}")
-    return Check("exact_dtype", True, f"{detail}: no difference from plain decoding")
+    shown = joined_details([*unequal(cases, outputs, expected)])
+    return not shown, f"{detail}: {shown or 'no difference from plain decoding'}"
 
 
 def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,14 +338,12 @@ def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
     Tensor-parallel executors are kept, because the order of their sums is part of the reference.
     """
-    executor = cfg["executor"]
-    if not executor.get("target_degree"):
-        executor = {"_target_": "specdec.executors.LocalExecutor"}
-    return {
-        **cfg,
+    plain = {
         "source": {"_target_": "specdec.sources.NullSource"},
         "policy": {"_target_": "specdec.policies.RootOnly"},
         "verifier": {"_target_": "specdec.verifiers.MatchVerifier"},
-        "executor": executor,
         "trace": False,
     }
+    if not cfg["executor"].get("target_degree"):
+        plain["executor"] = {"_target_": "specdec.executors.LocalExecutor"}
+    return {**cfg, **plain}

@@ -26,7 +26,7 @@ from specdec.certify.cases import Case, Decoded
 from specdec.metrics.compare import first_difference
 from specdec.sampling.transform import SamplingParams
 from specdec.state import StopRules
-from specdec.types import BoolArray, FloatArray
+from specdec.types import FloatArray
 
 _WORD = 2**64 - 1
 
@@ -37,12 +37,8 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     first, second = key
     for _ in range(10):
         left, right = a * 0xD2E7470EE14C6C93, c * 0xCA5A826395121157
-        a, b, c, d = (
-            (right >> 64) ^ b ^ first,
-            right & _WORD,
-            (left >> 64) ^ d ^ second,
-            left & _WORD,
-        )
+        a, c = (right >> 64) ^ b ^ first, (left >> 64) ^ d ^ second
+        b, d = right & _WORD, left & _WORD
         first = (first + 0x9E3779B97F4A7C15) & _WORD
         second = (second + 0xBB67AE8584CAA73B) & _WORD
     return a, b, c, d
@@ -112,13 +108,18 @@ def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
     return "length" if len(output) >= stop.max_new_tokens else None
 
 
+def forward(model: torch.nn.Module, tokens: Sequence[int], **options: Any) -> Any:
+    """Returns the output of transformers' own forward over a sequence."""
+    row = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    with torch.inference_mode():
+        return model(row, **options)
+
+
 def whole_pass(model: torch.nn.Module, tokens: Sequence[int]) -> FloatArray:
     """Returns float64[T, V], the logits after each token, from one forward without a cache."""
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        out = model(torch.tensor([list(tokens)], device=device), use_cache=False)
-    found: FloatArray = out.logits[0].to(torch.float64).cpu().numpy()
-    return found
+    logits = forward(model, tokens, use_cache=False).logits[0]
+    rows: FloatArray = logits.to(torch.float64).cpu().numpy()
+    return rows
 
 
 class Oracle:
@@ -181,10 +182,9 @@ def differences(
         yield Difference(0, "the output is empty")
     for at, token in enumerate(output):
         prefix = (*case.prompt, *output[:at])
-        where = f"output token {at} is {token} from {decoded.proposer(at)}"
-        logits = processed(rows[at], params, prefix)
-        draw = reference_draw(seed, case.id, len(prefix)) if tokens else 0.5
+        logits, draw = processed(rows[at], params, prefix), 0.5
         if tokens:
+            draw = reference_draw(seed, case.id, len(prefix))
             expected = reference_token(logits, params, draw)
         else:
             expected = token if reference_probs(logits, params)[token] > 0.0 else -1
@@ -192,7 +192,8 @@ def differences(
             error = 0.0 if errors is None else float(errors[at])
             nearest = distance(logits, params, draw, token, error)
             is_tie = errors is not None and nearest.is_tie
-            text = f"{where} instead of {expected}" if tokens else f"{where}, which cannot be"
+            text = f"output token {at} is {token} from {decoded.proposer(at)}"
+            text += f" instead of {expected}" if tokens else ", which cannot be"
             text += f", {nearest.kind} {nearest.value:.1e}"
             if errors is not None:
                 text += f" ({'a tie' if is_tie else 'beyond'} {nearest.allowance:.1e})"
@@ -219,9 +220,7 @@ def unequal(
         decoded, other = outputs.get(case.id, Decoded((), None)), expected[case.id].output
         at = first_difference(decoded.output, other)
         if at is not None:
-            found, right = (
-                f"{t[at]}" if at < len(t) else "the end" for t in (decoded.output, other)
-            )
+            found, right = ([*t, "the end"][min(at, len(t))] for t in (decoded.output, other))
             who = f" from {decoded.proposer(at)}" if at < len(decoded.output) else ""
             yield f"{case.label}{where}: output token {at} is {found}{who} instead of {right}"
 
@@ -254,13 +253,12 @@ def distance(
     if params.greedy:
         return Distance("top-two gap", float(logits.max() - logits[token]), 2.0 * error)
     probs = reference_probs(logits, params)
-    cdf = probs.cumsum()
-    low, high = float(cdf[token] - probs[token]), float(cdf[token])
+    high = float(probs.cumsum()[token])
+    low = high - float(probs[token])
     kind = "CDF edge" if probs[token] > 0.0 else "filter boundary and CDF edge"
     lowest, highest = np.inf, -np.inf  # bounds of the token's part for logits within ``error``
-    certain, possible = _filtered(logits, params, error)
-    if possible[token]:
-        least, most = _weights(logits, params, error, certain, possible)
+    least, most = _weights(logits, params, error)
+    if most[token] > 0.0:
         lowest = float(_share(least[:token].sum(), most[token:].sum()))
         highest = float(_share(most[: token + 1].sum(), least[token + 1 :].sum()))
     if draw < low:
@@ -269,39 +267,31 @@ def distance(
 
 
 def _weights(
-    logits: FloatArray,
-    params: SamplingParams,
-    error: float,
-    certain: BoolArray,
-    possible: BoolArray,
+    logits: FloatArray, params: SamplingParams, error: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Bounds the unnormalised probabilities, float64[V] each; 0 for a removed token."""
+    """Bounds the unnormalised probabilities for logits within ``error``, float64[V] each.
+
+    The lower bound is 0 for a token that a filter may remove, the upper for one that it must.
+    """
     weights = np.exp((logits - logits.max()) / params.temperature)
     swing = np.exp(min(error / params.temperature, 50.0))
-    return np.where(certain, weights / swing, 0.0), np.where(possible, weights * swing, 0.0)
+    least, most = weights / swing, weights * swing
+    if 0 < params.top_k < len(logits):
+        kth = np.sort(logits)[-params.top_k]
+        least[logits <= kth + 2.0 * error] = 0.0
+        most[logits < kth - 2.0 * error] = 0.0
+    if params.top_p < 1.0:
+        order = np.argsort(-logits, kind="stable")
+        descending = -logits[order]
+        least_to, most_to = (np.append(0.0, w[order].cumsum()) for w in (least, most))
+        # Number of tokens that certainly and that possibly rank above each token.
+        sure = np.searchsorted(descending, -logits - 2.0 * error, side="left")
+        maybe = np.searchsorted(descending, -logits + 2.0 * error, side="right")
+        lowest = _share(least_to[sure], most_to[-1] - most_to[sure])
+        highest = _share(most_to[maybe] - most, least_to[-1] - least_to[maybe] + least)
+        least[highest >= params.top_p], most[lowest >= params.top_p] = 0.0, 0.0
+    return least, most
 
 
 def _share(part: Any, rest: Any) -> Any:
     return part / np.maximum(part + rest, 1e-300)
-
-
-def _filtered(
-    logits: FloatArray, params: SamplingParams, error: float
-) -> tuple[BoolArray, BoolArray]:
-    """Returns bool[V], tokens certainly kept and possibly kept, for logits within ``error``."""
-    certain, possible = np.ones((2, len(logits)), np.bool_)
-    if 0 < params.top_k < len(logits):
-        kth = np.sort(logits)[-params.top_k]
-        certain, possible = logits > kth + 2.0 * error, logits >= kth - 2.0 * error
-    if params.top_p == 1.0:
-        return certain, possible
-    least, most = _weights(logits, params, error, certain, possible)
-    order = np.argsort(-logits, kind="stable")
-    descending = -logits[order]
-    least_to, most_to = (np.append(0.0, w[order].cumsum()) for w in (least, most))
-    # Number of tokens that certainly and that possibly rank above each token.
-    sure = np.searchsorted(descending, -logits - 2.0 * error, side="left")
-    maybe = np.searchsorted(descending, -logits + 2.0 * error, side="right")
-    lowest = _share(least_to[sure], most_to[-1] - most_to[sure])
-    highest = _share(most_to[maybe] - most, least_to[-1] - least_to[maybe] + least)
-    return certain & (highest < params.top_p), possible & (lowest < params.top_p)

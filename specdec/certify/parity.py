@@ -11,23 +11,15 @@ from specdec.certify.cases import (
     GREEDY,
     MIXED_RULES,
     TEMPERATURES_AND_FILTERS,
-    VOCAB_SIZE,
     WITH_HISTORY,
     Case,
-    Decoded,
     ending_cases,
     parity_cases,
     random_prompt,
 )
 from specdec.certify.oracle import reference_draw, unequal
-from specdec.certify.report import Check, joined_details
-from specdec.certify.subject import (
-    LONG_POSITIONS,
-    MAX_POSITIONS,
-    WIDE_VOCAB_SIZE,
-    Subject,
-    decode_cases,
-)
+from specdec.certify.report import Outcome, Skipped, joined_details, outcome
+from specdec.certify.subject import LONG_POSITIONS, MAX_POSITIONS, Subject, decode_cases
 from specdec.errors import UserError
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.state import StopRules
@@ -38,41 +30,36 @@ _SMALL_CHUNK = 3
 _ROOM = 110  # positions beyond the last token; more than four blocks of 128 are before it
 _NUM_GREEDY = 200  # whose draft is always right: no miss empties a tree or a cache
 _SPAN = 7  # positions per call; not a divisor of the block size
-_FEW, _MANY = (0, 1, 2), (0, 1, 16, 127, 128, 300)  # siblings
+_FEW: tuple[int, ...] = (0, 1, 2)  # siblings
+_MANY = (0, 1, 16, 127, 128, 300)
 _BACKWARDS = (900, 380, 377, 255, 0, 70_000)  # first positions of calls, in no order
 _LARGE_IDS = (1 << 32, (1 << 40) + 1)
 
 
-def greedy_parity(subject: Subject) -> Check:
+def greedy_parity(subject: Subject) -> Outcome:
     cases = parity_cases({"greedy": GREEDY}, per_sampling=4 * subject.times, num_tokens=NUM_TOKENS)
-    kinds = ("mixed", "perfect", "ties", *subject.windowed)
-    return _compared("greedy_parity", subject, ((kind, cases) for kind in kinds))
+    return _compared(subject, ((k, cases) for k in ("mixed", "perfect", "ties", *subject.windowed)))
 
 
-def sampled_parity(subject: Subject) -> Check:
+def sampled_parity(subject: Subject) -> Outcome:
     if subject.claims is Lossless.DISTRIBUTION:
-        return Check("sampled_parity", None, "lossless in distribution only: see distribution")
+        raise Skipped("lossless in distribution only: see distribution")
     samplings = dict(TEMPERATURES_AND_FILTERS)
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
-    kinds = (("mixed", 3, VOCAB_SIZE), ("ties", 3, VOCAB_SIZE), ("wide", 2, WIDE_VOCAB_SIZE))
-    groups = (
-        (
-            kind,
-            parity_cases(
-                samplings, per_sampling=n * subject.times, vocab_size=v, num_tokens=NUM_TOKENS
-            ),
-        )
-        for kind, n, v in kinds
-    )
-    return _compared("sampled_parity", subject, groups)
+
+    def cases(kind: str, num: int) -> tuple[str, list[Case]]:
+        sizes = {"vocab_size": subject.model(kind)["vocab_size"], "num_tokens": NUM_TOKENS}
+        return kind, parity_cases(samplings, per_sampling=num * subject.times, **sizes)
+
+    return _compared(subject, (cases("mixed", 3), cases("ties", 3), cases("wide", 2)))
 
 
-def stop_rules(subject: Subject) -> Check:
+def stop_rules(subject: Subject) -> Outcome:
     if subject.claims is Lossless.LOSSY:
-        return Check("stop_rules", None, "a lossy output has no reference")
+        raise Skipped("a lossy output has no reference")
     groups = ((kind, list(_ending_cases(subject, kind))) for kind in ("perfect", "mixed"))
-    return _compared("stop_rules", subject, groups, _SMALL_CHUNK)
+    return _compared(subject, groups, _SMALL_CHUNK)
 
 
 def _ending_cases(subject: Subject, kind: str) -> Iterator[Case]:
@@ -86,11 +73,7 @@ def _ending_cases(subject: Subject, kind: str) -> Iterator[Case]:
         bases = [replace(base, label=f"{kind}, t=1", sampling=sampled)]
     for base in bases:
         yield from ending_cases(base, subject.oracle(kind).decode(base).output)
-    others = [
-        (name, params, length, NUM_TOKENS)
-        for name, params in WITH_HISTORY.items()
-        for length in (1, 7)
-    ]
+    others = [(name, rule, n, NUM_TOKENS) for name, rule in WITH_HISTORY.items() for n in (1, 7)]
     others += [
         (f"prompt of {length} and {limit} new of {MAX_POSITIONS} positions", GREEDY, length, limit)
         for limit in (1, 2, 9)
@@ -101,9 +84,9 @@ def _ending_cases(subject: Subject, kind: str) -> Iterator[Case]:
         yield Case(number, f"{kind}, {name}", random_prompt(number, length), params, stop)
 
 
-def long_request(subject: Subject) -> Check:
+def long_request(subject: Subject) -> Outcome:
     if subject.claims is Lossless.LOSSY:
-        return Check("long_request", None, "a lossy output has no reference")
+        raise Skipped("a lossy output has no reference")
     num_positions = subject.times * LONG_POSITIONS
     lengths = {"t=1": num_positions - _ROOM, "greedy": _NUM_GREEDY}
     if subject.claims is Lossless.DISTRIBUTION:
@@ -113,28 +96,27 @@ def long_request(subject: Subject) -> Check:
         Case(41 + i, how, random_prompt(7, 5), params[how], StopRules(max_new_tokens=length))
         for i, (how, length) in enumerate(lengths.items())
     ]
+    passed: bool | None
     try:
-        check = _compared("long_request", subject, [("long", cases)])
+        passed, detail = _compared(subject, [("long", cases)])
     except UserError as error:  # the configured cache is too small
-        check = Check("long_request", None, str(error))
+        passed, detail = None, str(error)
     if problems := [*draw_problems(subject.draws, cases[0].id, num_positions)]:
-        return Check("long_request", False, joined_details([check.detail, *problems]))
-    return replace(check, detail=f"{check.detail}; {num_positions} positions of draws")
+        return False, joined_details([detail, *problems])
+    return passed, f"{detail}; {num_positions} positions of draws"
 
 
-def batch_independence(subject: Subject) -> Check:
+def batch_independence(subject: Subject) -> Outcome:
     filtered = "t=0.8 top_k=9 top_p=0.9"
     samplings = {**MIXED_RULES, filtered: TEMPERATURES_AND_FILTERS[filtered]}
     cases = parity_cases(samplings, per_sampling=2, num_tokens=NUM_TOKENS - 4)
     # The same prompts under other ids would show state shared between requests.
     cases += [replace(case, id=case.id + 500) for case in cases[:4]]
-    alone: dict[int, Decoded] = {}
     differing = list[str]()
     serving = subject.small["serving"]
     with subject.composed() as parts:
         nodes = parts.policy.max_cached_nodes(parts.executor.in_flight) or 0
-        for case in cases:
-            alone |= decode_cases(parts, [case])
+        alone = {case.id: decode_cases(parts, [case])[case.id] for case in cases}
         for size in (2, 5, len(cases)):
             order = cases if size == 2 else [*cases[size % 4 :], *cases[: size % 4]][::-1]
             outputs = decode_cases(parts, order, batch_size=size, prefill_chunk=_SMALL_CHUNK)
@@ -147,14 +129,12 @@ def batch_independence(subject: Subject) -> Check:
             outputs = decode_cases(parts, cases, batch_size=len(cases), prefill_chunk=_SMALL_CHUNK)
         differing += unequal(cases, outputs, alone, " in a full cache")
         detail += ", and in a full cache"
-    if differing:
-        return Check("batch_independence", False, joined_details(differing))
-    return Check("batch_independence", True, f"{detail}: equal outputs")
+    return outcome(differing, f"{detail}: equal outputs")
 
 
 def _compared(
-    name: str, subject: Subject, groups: Iterable[tuple[str, Sequence[Case]]], chunk: int = 512
-) -> Check:
+    subject: Subject, groups: Iterable[tuple[str, Sequence[Case]]], chunk: int = 512
+) -> Outcome:
     """Decodes the cases of each kind of pair (``Subject.model``); compares with plain decoding."""
     differing, positions = list[str](), list[int]()
     compared = tokens = accepted = misses = 0
@@ -162,27 +142,24 @@ def _compared(
         with subject.composed(kind) as parts:
             sizes = {"batch_size": subject.batch_size, "prefill_chunk": chunk}
             outputs = decode_cases(parts, cases, **sizes)
+        compared += len(cases)
+        for decoded in outputs.values():
+            tokens += len(decoded.output)
+            accepted += decoded.accepted
+            misses += decoded.misses
         for case in cases:
-            compared += 1
-            decoded = outputs.get(case.id)
-            if decoded is not None:
-                tokens += len(decoded.output)
-                accepted += decoded.accepted
-                misses += decoded.misses
-            for found in subject.oracle(kind).differences(case, decoded):
+            for found in subject.oracle(kind).differences(case, outputs.get(case.id)):
                 differing.append(f"{kind} draft, {case.label}: {found.text}")
                 positions.append(found.at)
-    if not differing:
-        counts = f"{accepted} from drafts, {misses} misses"
-        detail = f"{compared} requests, {tokens} tokens equal plain decoding ({counts})"
-        return Check(name, True, detail)
-    detail = joined_details(differing)
-    if subject.claims is Lossless.LOSSY:
-        detail = (
+    if differing and subject.claims is Lossless.LOSSY:
+        return False, (
             f"lossy: {len(differing)} of {compared} outputs differ from plain decoding, first at"
             f" token {np.mean(positions):.1f} on average; e.g. {differing[0]}"
         )
-    return Check(name, False, detail)
+    counts = f"{accepted} from drafts, {misses} misses"
+    return outcome(
+        differing, f"{compared} requests, {tokens} tokens equal plain decoding ({counts})"
+    )
 
 
 def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
@@ -191,7 +168,6 @@ def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iter
     Positions rise to ``num_positions``, through every block, then go back and forth; siblings are
     few and many; some prompt ids have more than 32 bits.
     """
-    keys: list[tuple[int, int, Sequence[int]]]
     keys = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     keys += [
         (prompt_id + high, start, siblings)

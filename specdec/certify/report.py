@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from specdec.files import write_json
 from specdec.types import Lossless
 
 if TYPE_CHECKING:
@@ -29,14 +27,22 @@ _LABELS = {
 _WIDTH = 110  # columns, if the output is not a terminal
 
 
+class Skipped(Exception):
+    """The check does not apply to this configuration; the message says why."""
+
+
+class Note(Skipped):
+    """A problem that leaves the output right, such as work done twice, and the verdict as it is."""
+
+
+Outcome = tuple[bool | None, str]
+"""Of a check: ``passed`` and ``detail`` of ``Check``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``passed`` is None if the check does not apply to this configuration, or is a note: a problem
-    that leaves the output right, such as work done twice. Notes do not change the verdict.
-    """
-
     name: str  # see docs/verify.md
-    passed: bool | None
+    passed: bool | None  # None if it was skipped or is a note
     detail: str  # what was compared, or the first differences
     note: bool = False
 
@@ -97,8 +103,8 @@ class Report:
         """Returns a pandas frame with one row per check: ``check``, ``result``, ``detail``."""
         import pandas as pd
 
-        rows = [{"check": c.name, "result": c.result, "detail": c.detail} for c in self.checks]
-        return pd.DataFrame(rows)
+        rows = [(c.name, c.result, c.detail) for c in self.checks]
+        return pd.DataFrame(rows, columns=["check", "result", "detail"])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -123,10 +129,8 @@ def print_report(
         console = Console(file=console.file, width=_WIDTH)
     settings = ", ".join(f"{key}={value}" for key, value in conditions.items())
     console.print(f"specdec verify: {settings}", highlight=False, markup=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("detail")
+    columns = Column("check", no_wrap=True), Column("result", no_wrap=True), "detail"
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for check in report.checks:
         table.add_row(check.name, _LABELS[check.result], escape(check.detail))
     console.print(table)
@@ -136,10 +140,11 @@ def print_report(
     console.print(f"{report.verdict} ({report.seconds:.0f} s)", style=style, highlight=False)
 
 
-def write_report(folder: Path, report: Report, extra: Mapping[str, Any] | None = None) -> Path:
-    return write_json(folder / RESULT_FILE, {**report.as_dict(), **(extra or {})})
-
-
 def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
     more = [f"and {len(details) - limit} more"] if len(details) > limit else []
     return "; ".join([*details[:limit], *more])
+
+
+def outcome(problems: Sequence[str], detail: str) -> Outcome:
+    """Passes with ``detail`` if there are no problems, and fails with the first of them else."""
+    return (False, joined_details(problems)) if problems else (True, detail)

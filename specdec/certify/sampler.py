@@ -17,7 +17,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec.certify.cases import Case
 from specdec.certify.oracle import processed, reference_draw, reference_probs, token_at
-from specdec.certify.report import Check, joined_details
+from specdec.certify.report import Outcome, Skipped, outcome
 from specdec.certify.subject import Subject
 from specdec.device import on_host
 from specdec.executors.stage import Answerer
@@ -35,12 +35,10 @@ _SEED_BITS = 7 << 32  # added to the configured seed
 _STARTS = (700, 250, 120, 9, 60)  # positions of the first node: later batches go back
 
 
-class _InPlace:
+def _in_place(input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
     """A processor that writes into its scores, as transformers' interface allows."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        scores[:, input_ids[0]] -= 1.5
-        return scores
+    scores[:, input_ids[0]] -= 1.5
+    return scores
 
 
 # Neighbours differ in one parameter each, so that results of one must not serve the other.
@@ -54,22 +52,21 @@ SAMPLINGS = {
     "t=1.3 top_k=50": SamplingParams(temperature=1.3, top_k=50),
     "t=0.7 top_k=50 top_p=0.9": SamplingParams(temperature=0.7, top_k=50, top_p=0.9),
     "greedy, two processors": SamplingParams(
-        processors=(_InPlace(), RepetitionPenaltyLogitsProcessor(1.7))
+        processors=(_in_place, RepetitionPenaltyLogitsProcessor(1.7))
     ),
     "t=0.9 no_repeat_ngram=2, a processor": SamplingParams(
-        temperature=0.9, no_repeat_ngram=2, processors=(_InPlace(),)
+        temperature=0.9, no_repeat_ngram=2, processors=(_in_place,)
     ),
 }
-
 
 _Rows = tuple[Case, TreeRows, FloatArray, FloatArray]
 """A request, a chain of nodes after its prompt, their logits and what is drawn from, [A, V]."""
 
 
-def sampler(subject: Subject) -> Check:
+def sampler(subject: Subject) -> Outcome:
     pair = subject.pair("mixed")
     if not isinstance(pair, HuggingFacePair):
-        return Check("sampler", None, "the models' answers are not sampled from logits")
+        raise Skipped("the models' answers are not sampled from logits")
     answerers = [
         (pair.answerer(draws=KeyedDraws(seed=seed), needs_probs=needs_probs), seed)
         for needs_probs in (False, True)
@@ -86,14 +83,12 @@ def sampler(subject: Subject) -> Check:
             for case, _, logits, _ in parts:
                 answerer.close(case.id)
                 count += len(logits)
-    if problems:
-        return Check("sampler", False, joined_details(problems))
-    widest = max(VOCAB_SIZES)
-    return Check("sampler", True, f"{count} rows of up to {widest} logits as in the reference")
+    detail = f"{count} rows of up to {max(VOCAB_SIZES)} logits as in the reference"
+    return outcome(problems, detail)
 
 
 def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
-    rng = np.random.default_rng([number, vocab_size])
+    rng, ids = np.random.default_rng([number, vocab_size]), np.arange(_ROWS)
     for index, (label, params) in enumerate(SAMPLINGS.items()):
         logits = 3.0 * rng.standard_normal((_ROWS, vocab_size))
         logits[1] = np.round(logits[1])  # ties
@@ -101,42 +96,38 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         logits[3, -3:] += 3.0 * np.log(vocab_size)  # the last ids have most of the mass
         request_id = 20 * number + index + (index % 2 << 33)
         prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
-        label = f"{label}, {vocab_size} logits"
-        case = Case(request_id, label, prompt, params, StopRules(max_new_tokens=1))
-        ids = np.arange(_ROWS)
+        label, stop = f"{label}, {vocab_size} logits", StopRules(max_new_tokens=1)
+        tokens = np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)])
+        start = _STARTS[number] + index
         rows = TreeRows.within(
-            request=request_id,
-            prefix_len=_STARTS[number] + index,
-            node_ids=ids,
-            tokens=np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)]),
-            parent_ids=ids - 1,
+            request=request_id, prefix_len=start, node_ids=ids, tokens=tokens, parent_ids=ids - 1
         )
-        histories = [(*prompt, *rows.tokens[1 : at + 1].tolist()) for at in range(_ROWS)]
         law = SamplingParams(temperature=1.0) if params.greedy else params
         probs = [
-            reference_probs(processed(row, params, history), law)
-            for row, history in zip(logits, histories, strict=True)
+            reference_probs(processed(row, params, (*prompt, *tokens[1 : at + 1].tolist())), law)
+            for at, row in enumerate(logits)
         ]
-        yield case, rows, logits, np.stack(probs)
+        yield Case(request_id, label, prompt, params, stop), rows, logits, np.stack(probs)
 
 
 def _differences(
     answerer: Answerer, batch: Sequence[_Rows], seed: int, device: str
 ) -> Iterator[str]:
     """Yields the first answer of each request that differs from the reference."""
+    how = "alone" if len(batch) == 1 else "in a batch"
     logits = torch.from_numpy(np.concatenate([logits for _, _, logits, _ in batch])).to(device)
     answers = answerer.answer(Batch(step=0, trees=tuple(rows for _, rows, *_ in batch)), logits)
     for (case, rows, _, laws), answer in zip(batch, answers, strict=True):
-        probs = None if answer.probs is None else on_host(answer.probs)
-        for row, law in enumerate(laws):
-            position, token, found = int(rows.positions[row]) + 1, int(answer.tokens[row]), ""
-            draw = reference_draw(seed, case.id, position, Purpose.TARGET, 0)
+        probs = laws if answer.probs is None else on_host(answer.probs)
+        errors = np.abs(probs - laws).max(axis=1)
+        for row, (law, position) in enumerate(zip(laws, rows.positions.tolist(), strict=True)):
+            draw = reference_draw(seed, case.id, position + 1, Purpose.TARGET)
             expected = int(law.argmax()) if case.sampling.greedy else token_at(law, draw)
-            if token != expected:
+            if (token := int(answer.tokens[row])) != expected:
                 found = f"row {row} gets token {token} instead of {expected}"
-            elif probs is not None and not (error := np.abs(probs[row] - law).max()) <= TOLERANCE:
-                found = f"a probability of row {row} differs by {error:.1e}"
-            if found:
-                how = "alone" if len(batch) == 1 else "in a batch"
-                yield f"{case.label}, {len(case.prompt) + row} tokens, {how}: {found}"
-                break
+            elif not errors[row] <= TOLERANCE:
+                found = f"a probability of row {row} differs by {errors[row]:.1e}"
+            else:
+                continue
+            yield f"{case.label}, {len(case.prompt) + row} tokens, {how}: {found}"
+            break

@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from specdec.certify.cases import VOCAB_SIZE, Case, Decoded
 from specdec.certify.oracle import Oracle
 from specdec.compose.workbench import Parts, compose
+from specdec.config.job import nodes_of
 from specdec.distributed.group import RankGroup
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
@@ -24,9 +25,12 @@ from specdec.models.random import WINDOWED
 from specdec.pairs import ModelPair, RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.sampling.transform import SamplingParams
+from specdec.state import RequestState
 from specdec.types import Commit
 
+T = TypeVar("T")
 Build = Callable[[Mapping[str, Any], ModelPair], Parts]  # by default ``compose``
+_Hook = Callable[..., None] | None
 
 WIDE_VOCAB_SIZE = 600  # of "wide": larger than the block size in which a row is summed
 WINDOW = 2  # of "window": shorter than the sequences and tree paths that are checked
@@ -64,8 +68,9 @@ class Subject:
         cfg: the resolved configuration of the user.
         small: the same with a small random float64 pair and few stages.
         claims: the losslessness that the verifier declares.
-        full: whether the checks are the deeper ones of ``depth=full``.
-        notes: results that checks share.
+        full: whether the checks are the deeper ones of ``depth=full``, which decode ``times`` as
+            many requests.
+        pair: returns the pair of a kind (see ``model``), which is built once.
     """
 
     def __init__(
@@ -77,11 +82,17 @@ class Subject:
         self.name = str(cfg["strategy"]["name"])
         self.seed, self.batch_size = int(cfg["seed"]), int(cfg["batch_size"])
         self.small = _small(cfg)
-        self.build, self.full = build, full
-        self.notes: dict[str, Any] = {}
-        self._pairs: dict[str, ModelPair] = {}
+        self.build, self.full, self.times = build, full, 4 if full else 1
+        self._found: dict[Any, Any] = {}
+        self.pair: Callable[[str], ModelPair] = cache(lambda kind: build_pair(self.model(kind)))
         with self.composed("mixed") as parts:
             self.claims, self.draws = parts.verifier.lossless, parts.draws
+
+    def once(self, find: Callable[[Subject], T]) -> T:
+        """Returns ``find(self)``, which is computed once for all checks."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        return cast(T, self._found[find])
 
     @cached_property
     def sampling(self) -> SamplingParams:
@@ -115,17 +126,6 @@ class Subject:
         others = sorted(WINDOWED - {own}) if self.full else ()
         return (*(["window"] if own in WINDOWED else []), *(f"window {name}" for name in others))
 
-    @property
-    def times(self) -> int:
-        """A check decodes this many times as many requests as in the standard depth."""
-        return 4 if self.full else 1
-
-    def pair(self, kind: str) -> ModelPair:
-        """Returns the pair of a kind (see ``model``), which is built once."""
-        if kind not in self._pairs:
-            self._pairs[kind] = build_pair(self.model(kind))
-        return self._pairs[kind]
-
     def oracle(self, kind: str) -> Oracle:
         pair = self.pair(kind)
         assert isinstance(pair, RandomPair)
@@ -137,27 +137,41 @@ class Subject:
     ) -> Iterator[Parts]:
         """Builds the strategy on a pair of a kind (see ``model``), and shuts it down afterwards.
 
-        ``changes`` are sections that replace those of the configuration. They must describe
-        ``pair`` under ``model`` if it is used instead.
+        ``changes`` are sections that replace those of the configuration.
         """
+        if pair is None:
+            pair = build_pair(changes["model"]) if "model" in changes else self.pair(kind)
         cfg = {**self.small, "model": self.model(kind), **changes}
-        with self.built(cfg, pair or self.pair(kind), configured=False) as parts:
+        with self.built(cfg, pair, UserError) as parts:
             yield parts
 
     @contextmanager
     def built(
-        self, cfg: Mapping[str, Any], pair: ModelPair, *, configured: bool = True
+        self, cfg: Mapping[str, Any], pair: ModelPair, refused: type[UserError] = CannotCompose
     ) -> Iterator[Parts]:
         try:
             parts = self.build(cfg, pair)
         except UserError as refusal:
-            if configured:
-                raise CannotCompose(str(refusal)) from refusal
-            raise
+            raise refused(str(refusal)) from refusal
         try:
             yield parts
         finally:
             parts.executor.shutdown()
+
+
+def observe(owner: Any, name: str, *, before: _Hook = None, after: _Hook = None) -> None:
+    """Makes a method of one object call ``before(*args)``, then ``after(result, *args)``."""
+    method = getattr(owner, name)
+
+    def observed(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*args, **options)
+        result = method(*args, **options)
+        if after is not None:
+            after(result, *args, **options)
+        return result
+
+    owner.__dict__[name] = observed
 
 
 def decode_cases(parts: Parts, cases: Sequence[Case], **sizes: int) -> dict[int, Decoded]:
@@ -178,26 +192,20 @@ def decode_steps(
 ) -> Iterator[list[Commit]]:
     """Decodes cases with a strategy and yields the commits of each step; fills ``outputs``.
 
-    ``sizes`` are ``batch_size`` and ``prefill_chunk`` of ``Parts.decode``.
-
-    Raises:
-        AssertionError: the loop takes many more steps than any strategy needs.
+    ``sizes`` are ``batch_size`` and ``prefill_chunk`` of ``Parts.decode``. AssertionError: the loop
+    takes many more steps than any strategy needs.
     """
 
-    def finished(request: Any) -> None:
-        counters = request.counters
+    def finished(request: RequestState) -> None:
+        accepted = request.counters.accepted + request.counters.hits
+        reason, misses = request.finish_reason, request.counters.misses
         outputs[request.id] = Decoded(
-            tuple(request.output),
-            request.finish_reason,
-            counters.accepted + counters.hits,
-            counters.misses,
-            tuple(request.output_origins),
+            tuple(request.output), reason, accepted, misses, tuple(request.output_origins)
         )
 
-    state = parts.new_state() if state is None else state
+    state = state or parts.new_state()
     tokens = sum(case.stop.max_new_tokens + len(case.prompt) for case in cases)
-    executor = parts.executor
-    per_token = (executor.in_flight + 2) * (1 if executor.latency else 10)
+    per_token = (parts.executor.in_flight + 2) * (1 if parts.executor.latency else 10)
     limit = _MIN_STEPS + per_token * tokens
     requests = [case.request() for case in cases]
     for commits in parts.decode(state, requests, on_finish=finished, **sizes):
@@ -272,14 +280,14 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     small["trace"] = False
     if small["clock"]["kind"] == "paced":  # makes the same decisions, but does not sleep
         small["clock"] = {"kind": "measured"}
-    for section in _sections([small["executor"], small.get("source")]):
+    for section in nodes_of([small["executor"], small.get("source")]):
         section.update({k: min(section[k], n) for k, n in _AT_MOST.items() if section.get(k)})
     model, exits = cfg["model"], dict[str, Any]()
     if _has_exit(small.get("source")):
         exits = _shrink_exit(small["executor"], small["source"], model)
     devices = _shrink(small["executor"])
     device, attention = str(model.get("device", "cpu")), model.get("attention", "auto")
-    if device == "auto":
+    if device in ("auto", "mps"):  # mps has no float64
         device = "cuda" if torch.cuda.is_available() else "cpu"
     family = "llama"
     if model["kind"] == "random":
@@ -293,7 +301,7 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": VOCAB_SIZE,
         "max_positions": MAX_POSITIONS,
         "dtype": "float64",
-        "device": "cpu" if device == "mps" else device,  # mps has no float64
+        "device": device,
         "attention": "auto" if attention in _NO_FLOAT64 else attention,
         "graphs": model.get("graphs", "off"),
         "exact": bool(model.get("exact", False)),
@@ -302,21 +310,12 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _sections(node: Any) -> Iterator[dict[str, Any]]:
-    """Yields the mappings of a configuration node, at any depth."""
-    if isinstance(node, dict):
-        yield node
-        node = list(node.values())
-    for part in node if isinstance(node, list) else ():
-        yield from _sections(part)
-
-
 def _has_exit(source: Any, kinds: tuple[str, ...] = _EXITS) -> bool:
-    return any(str(part.get("_target_", "")).endswith(kinds) for part in _sections(source))
+    return any(str(part.get("_target_", "")).endswith(kinds) for part in nodes_of(source))
 
 
 def _names_middle(source: Any) -> bool:
-    return any(part.get("model") == "middle" for part in _sections(source))
+    return any(part.get("model") == "middle" for part in nodes_of(source))
 
 
 def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from specdec.config.folders import output_folder
 from specdec.config.hydra import key_of, parse
 from specdec.config.job import Job, check_stages, run_job_of
 from specdec.errors import UserError
-from specdec.files import parse_json
+from specdec.files import parse_json, write_json
 
 HELP = """\
 specdec verify [--cfg] [--fail-fast] [--config-dir DIR] [depth=standard|full] [group=option]
@@ -99,7 +99,7 @@ def _verify(
     job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool
 ) -> Mapping[str, Any]:
     """Certifies a configuration in its folder; ``keep`` leaves out one that was lossless before."""
-    from specdec.certify import CHECKS, Report, print_report, write_report
+    from specdec.certify import CHECKS, Report, print_report
     from specdec.certify.certify import certify
     from specdec.certify.report import RESULT_FILE
 
@@ -111,7 +111,7 @@ def _verify(
             on_check=lambda c: progress.advance(detail=c.name),
             fail_fast=fail_fast,
         )
-        write_report(folder, report, {"depth": depth})
+        write_json(folder / RESULT_FILE, {**report.as_dict(), "depth": depth})
         return report
 
     file = folder / RESULT_FILE

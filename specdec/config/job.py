@@ -226,7 +226,7 @@ def checked_job(composed: Composed) -> Job:
     if (mixed := _mixture_with_head(config)) is not None:
         config["source"] = mixed
         notices = (f"model.draft is not set: strategy={name} drafts with model.eagle_head",)
-    sources = [*_nodes(config.get("source"))]
+    sources = [*nodes_of(config.get("source"))]
     if any(node.get("model") == "middle" for node in sources):
         lacks = {"pretrained": "middle", "random": "middle_layers"}.get(model["kind"])
         if lacks and model[lacks] is None:
@@ -344,11 +344,12 @@ def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None
         )
 
 
-def _nodes(node: object) -> Iterator[Mapping[str, Any]]:
+def nodes_of(node: object) -> Iterator[dict[str, Any]]:
+    """Yields the mappings of a configuration node, at any depth."""
     if isinstance(node, dict):
         yield node
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _nodes(item)
+        yield from nodes_of(item)
 
 
 def _class(node: Mapping[str, Any]) -> str:

@@ -15,12 +15,12 @@ from specdec.certify.laws import (
     place_evidence,
     places,
     row_evidence,
-    table_pair,
+    table_model,
     wide_tables,
 )
 from specdec.certify.oracle import reference_probs
 from specdec.errors import UserError
-from specdec.pairs import TablePair
+from specdec.pairs import TablePair, build_pair
 from specdec.sampling.transform import SamplingParams
 
 SAMPLING = SamplingParams(temperature=1.0)
@@ -91,7 +91,7 @@ def test_wide_evidence_reads_the_row_of_the_token_before() -> None:
 
 
 def test_tables_with_fewer_rows_than_tokens() -> None:
-    pair = table_pair(wide_tables(70))
+    pair = build_pair(table_model(wide_tables(70)))
     assert (pair.vocab_size, len(pair.target_table)) == (70, 6)
     samples = pair.token_samples()
     assert samples.max() < 70
