@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
 from specdec.config.hydra import compose_config
 from specdec.config.job import check_section, checked_job
+from specdec.config.options import Trees, Words
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 
@@ -53,9 +53,7 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def profile_config(
-    overrides: Sequence[str], extra: Sequence[Path] = ()
-) -> tuple[dict[str, Any], str | None]:
+def profile_config(overrides: Words, extra: Trees = ()) -> tuple[dict[str, Any], str | None]:
     composed = compose_config(overrides, name="profiling", extra=extra)
     values = dict(composed.values)
     section = values.pop("profiling")

@@ -1,14 +1,11 @@
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import show_config
 from specdec.config.hydra import compose_config
 from specdec.config.job import check_section
-from specdec.config.options import first_comment, options
+from specdec.config.options import Node, Trees, Words, first_comment, options
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean
 
@@ -57,9 +54,7 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def train_config(
-    kind: str, overrides: Sequence[str], extra: Sequence[Path] = ()
-) -> Mapping[str, Any]:
+def train_config(kind: str, overrides: Words, extra: Trees = ()) -> Node:
     # Imported here: torch takes seconds to import.
     from specdec.train.run import GROUPS, check
 
@@ -70,7 +65,7 @@ def train_config(
     return composed.values
 
 
-def _train(kind: str, config: Mapping[str, Any]) -> None:
+def _train(kind: str, config: Node) -> None:
     import torch
 
     from specdec.pairs import PretrainedPair, build_pair

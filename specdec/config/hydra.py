@@ -17,6 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from specdec.config.options import (
     GROUPS,
     YAML_ERRORS,
+    Trees,
+    Words,
     config_dir,
     config_tree,
     flatten,
@@ -49,7 +51,7 @@ class Composed:
     trees: tuple[Path, ...] = ()
 
 
-def parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Words) -> list[Override]:
     parsed: list[Override] = []
     for text in overrides:
         try:
@@ -74,7 +76,19 @@ def key_of(override: Override) -> str:
     return str(override.key_or_group)
 
 
-def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
+    """Separates keys that a command reads itself from the other overrides; returns their values, of
+    which the last one of a key counts (those of a sweep as text), and the others.
+    """
+    parsed, own = parse(overrides), dict[str, Any]()
+    for o in parsed:
+        if key_of(o) in keys:
+            text = str(o.input_line).partition("=")[2]
+            own[key_of(o)] = text if o.is_sweep_override() else o.value()
+    return own, [str(o.input_line) for o in parsed if key_of(o) not in keys]
+
+
+def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """Splits words into those that set no key of a schema, and the values of its keys, of which a
     text is taken literally and a list needs no brackets.
     """
@@ -94,16 +108,12 @@ def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[st
     return others, values
 
 
-def compose_config(
-    overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
-) -> Composed:
+def compose_config(overrides: Words, *, name: str = "config", extra: Trees = ()) -> Composed:
     """Composes a root (config, compare or profiling) with overrides into resolved, plain values."""
     return plain(compose_raw(overrides, name=name, extra=extra), extra)
 
 
-def compose_raw(
-    overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
-) -> DictConfig:
+def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) -> DictConfig:
     for override in parse(overrides):
         if override.is_sweep_override():
             raise UserError(
@@ -138,7 +148,7 @@ def set_values(raw: DictConfig, overrides: Sequence[Override]) -> None:
             OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
 
 
-def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
+def combinations(overrides: Sequence[Override], extra: Trees = ()) -> list[list[str]]:
     values: dict[str, list[str]] = {}  # if a key is repeated, its last value counts
     for override in overrides:
         key, value = override.get_key_element(), override.value()
@@ -156,7 +166,7 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
     return [list(job) for job in product(*values.values())]
 
 
-def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
+def plain(raw: DictConfig, trees: Trees = ()) -> Composed:
     chosen: Any = OmegaConf.to_container(raw.hydra.runtime.choices)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
     config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
@@ -181,16 +191,16 @@ def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
     return Composed({str(k): v for k, v in values.items()}, choices, tuple(trees))
 
 
-def without_hydra(overrides: Sequence[str]) -> list[str]:
+def without_hydra(overrides: Words) -> list[str]:
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
-def search_path(extra: Sequence[Path]) -> list[str]:
+def search_path(extra: Trees) -> list[str]:
     trees = ",".join(f"file://{config_tree(tree).resolve().as_posix()}" for tree in extra)
     return [f"hydra.searchpath=[{trees}]"] if trees else []
 
 
-def _hydra_compose(overrides: Sequence[str], name: str, extra: Sequence[Path]) -> DictConfig:
+def _hydra_compose(overrides: Words, name: str, extra: Trees) -> DictConfig:
     words = [*search_path(extra), *overrides]
     with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
         return compose(config_name=name, overrides=words, return_hydra_config=True)
@@ -200,7 +210,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _explain(error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]) -> str:
+def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str:
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         if group in _ADDED:
@@ -227,7 +237,7 @@ def _explain(error: Exception, overrides: Sequence[str], name: str, extra: Seque
     return unknown
 
 
-def _unknown_key(key: str, base: Composed, extra: Sequence[Path]) -> str:
+def _unknown_key(key: str, base: Composed, extra: Trees) -> str:
     group, _, rest = key.partition(".")
     if not (rest and group in base.choices):
         known = [*flatten(base.values), *GROUPS]
