@@ -11,7 +11,7 @@ from specdec.cli.arguments import Arguments
 from specdec.cli.execute import RESULT_FILE, execute, print_notices, run_in, show_config
 from specdec.config import folders
 from specdec.config.folders import as_yaml, output_folder
-from specdec.config.hydra import compose_config, take
+from specdec.config.hydra import Words, compose_config, take
 from specdec.config.job import (
     COMPARE,
     COMPARISON_FILE,
@@ -20,7 +20,7 @@ from specdec.config.job import (
     compose_comparison,
     run_job_of,
 )
-from specdec.config.options import PARTS, Trees, Words
+from specdec.config.options import PARTS, Trees
 from specdec.errors import UserError
 from specdec.parts.fields import Count, errors_of
 

@@ -51,6 +51,14 @@ _COMMANDS = {  # command, which is also the module's name -> what it does
     "worker": "one rank of a job that torchrun or Slurm starts",
     "list": "strategies, their parts, datasets, profiles",
 }
+_USAGE = """\
+specdec: composable speculative decoding
+
+{commands}
+
+`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the
+data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +154,8 @@ def _launched_beside_others(command: str) -> bool:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage(), end="")
+        lines = "\n".join(f"  specdec {name:<9} {about}" for name, about in _COMMANDS.items())
+        print(_USAGE.format(commands=lines), end="")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
         from specdec import __version__
@@ -175,18 +184,6 @@ def _module(command: str) -> ModuleType:
             " specdec again from its repository"
         )
     return importlib.import_module("experiments.reproduce.command")
-
-
-def _usage() -> str:
-    lines = "\n".join(f"  specdec {name:<9} {about}" for name, about in _COMMANDS.items())
-    return f"""\
-specdec: composable speculative decoding
-
-{lines}
-
-`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the
-data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.
-"""
 
 
 if __name__ == "__main__":

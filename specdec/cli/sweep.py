@@ -30,6 +30,7 @@ from specdec.cli.arguments import Arguments
 from specdec.cli.execute import RESULT_FILE, execute, print_notices
 from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.config.hydra import (
+    Words,
     combinations,
     compose_raw,
     key_of,
@@ -40,7 +41,7 @@ from specdec.config.hydra import (
     without_hydra,
 )
 from specdec.config.job import checked_job, run_job_of
-from specdec.config.options import Trees, Words, config_dir
+from specdec.config.options import Trees, config_dir
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate

@@ -11,14 +11,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.config.options import (
     GROUPS,
     YAML_ERRORS,
     Trees,
-    Words,
     config_dir,
     config_tree,
     flatten,
@@ -29,6 +28,8 @@ from specdec.config.options import (
 )
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
+
+Words = Sequence[str]  # overrides in Hydra's grammar
 
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
@@ -135,17 +136,6 @@ def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) ->
         if not isinstance(error, _FAULTS):
             raise
         raise UserError(_explain(error, overrides, name, extra)) from error
-
-
-def set_values(raw: DictConfig, overrides: Sequence[Override]) -> None:
-    for override in overrides:
-        section, _, key = key_of(override).rpartition(".")
-        if override.is_delete():
-            with open_dict(raw):
-                OmegaConf.select(raw, section).pop(key)
-        else:
-            added = override.is_add()
-            OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
 
 
 def combinations(overrides: Sequence[Override], extra: Trees = ()) -> list[list[str]]:

@@ -6,44 +6,17 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 
 from specdec.clocks.build import clock_kind
-from specdec.config.hydra import (
-    Composed,
-    compose_config,
-    compose_raw,
-    key_of,
-    parse,
-    plain,
-    set_values,
-)
-from specdec.config.options import (
-    BASES,
-    GROUPS,
-    PARTS,
-    Node,
-    Trees,
-    Words,
-    flatten,
-    has_key,
-    options,
-)
+from specdec.config.hydra import Composed, Words, compose_config, compose_raw, key_of, parse, plain
+from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, flatten, has_key, options
 from specdec.config.profiles import fit, load_profile, with_caveat
 from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
-from specdec.parts.fields import (
-    Count,
-    Index,
-    Positive,
-    Text,
-    Threads,
-    did_you_mean,
-    errors_of,
-    signature_of,
-)
+from specdec.parts.fields import Count, Index, Positive, Text, Threads, did_you_mean
 
 
 @dataclass
@@ -152,10 +125,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         complete = section != "executor"
         check_values(schema, values, section, label, given=_UNSTATED, also=also, complete=complete)
     elif base and (outside or section in PARTS):
-        known = signature_of(common).plain if common else ()
-        build_part(node, None, section, base, label=label, known=known)
-        for error in errors_of(common, node, f"{section}.") if common else ():
-            raise UserError(error)
+        build_part(node, None, section, base, label=label, common=common)
     else:
         kinds = ", ".join(k.partition("=")[2] for k in _SCHEMAS if k.startswith(f"{section}="))
         raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {kinds}")
@@ -424,17 +394,23 @@ def _compose_row(
         for o in applying
         if o.key_or_group not in PARTS and (o.is_add() or has_key(row, key_of(o)))
     ]
-    set_values(raw, values)
+    for override in values:
+        section, _, key = key_of(override).rpartition(".")
+        if override.is_delete():
+            with open_dict(raw):
+                OmegaConf.select(raw, section).pop(key)
+        else:
+            added = override.is_add()
+            OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
     return raw, [o for o in of_parts if o not in (*chosen, *values)]
 
 
 def _row_names(strategies: object, extra: Trees) -> list[str]:
-    known = options("strategy", extra)
     if not isinstance(strategies, list) or not strategies:
         raise UserError(
             f"strategies={strategies} must be a list of presets, as in 'strategies=[ar,staged]'"
         )
-    names = [str(name) for name in strategies]
+    known, names = options("strategy", extra), [str(name) for name in strategies]
     for name in names:
         if name not in known:
             raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")

@@ -13,7 +13,6 @@ from specdec.errors import UserError
 from specdec.files import UNREADABLE, why_unreadable
 
 Node = Mapping[str, Any]  # a section of a configuration, or a whole one
-Words = Sequence[str]  # overrides in Hydra's grammar
 Trees = Sequence[Path]  # further configuration trees, which come before the library's own
 
 PARTS = ("source", "policy", "verifier", "executor")  # groups that make up a strategy
