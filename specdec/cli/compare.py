@@ -111,7 +111,7 @@ def _curves(sizes: Sequence[int], overrides: Words, extra: Trees, *, only_show: 
         return 0
 
     def work(progress: Any) -> bool:
-        from specdec.runs.jobs import run_job  # torch takes seconds to import
+        from specdec.runs.jobs import run_job
 
         if record is not None:
             at, config = folder / "record", record.config

@@ -34,7 +34,7 @@ def execute(work: Job | Comparison, folder: Path) -> Node | None:
     """Runs a job or a comparison in its folder, and sends its rows to the logger; None if it was
     complete already.
     """
-    from specdec.runs.jobs import compare_jobs, run_job  # torch takes seconds to import
+    from specdec.runs.jobs import compare_jobs, run_job
 
     if isinstance(work, Job):
         configs, result, table = [work.config], RESULT_FILE, ""

@@ -1,4 +1,8 @@
-"""The console script ``specdec`` dispatches to a command and maps errors to exit statuses."""
+"""The console script ``specdec`` dispatches to a command and maps errors to exit statuses.
+
+Modules of commands import torch, transformers and matplotlib within functions: these take seconds
+to import, which ``--help`` and refusals should not need.
+"""
 
 import errno
 import importlib.util
@@ -8,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 
 from specdec.cli.arguments import read_arguments
 from specdec.errors import RankFailure, UserError
@@ -167,23 +170,18 @@ def _dispatch(words: Sequence[str]) -> int:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):
         return BAD_INPUT
-    module = vars(_module(command))
+    if command == "reproduce" and importlib.util.find_spec("experiments") is None:
+        raise UserError(
+            "the papers' tables are in the package experiments, which is not installed: install"
+            " specdec again from its repository"
+        )
+    elsewhere = {"reproduce": "experiments.reproduce.command"}
+    module = vars(importlib.import_module(elsewhere.get(command, f"specdec.cli.{command}")))
     if "HELP" in module and {"-h", "--help"} & {*rest}:
         print(module["HELP"], end="")
         return 0
     status: int = module["main"](read_arguments(rest, module.get("FLAGS", ())))
     return status
-
-
-def _module(command: str) -> ModuleType:
-    if command != "reproduce":
-        return importlib.import_module(f"specdec.cli.{command}")
-    if importlib.util.find_spec("experiments") is None:
-        raise UserError(
-            "the papers' tables are in the package experiments, which is not installed: install"
-            " specdec again from its repository"
-        )
-    return importlib.import_module("experiments.reproduce.command")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ def main(arguments: Arguments) -> int:
         output_folder(output_dir, "profile"),
         config["profiling"]["devices"] is not None,
     )
-    # Imported here: torch takes seconds to import.
     from specdec.profiling.job import allocation_job, profile_job, profile_text, splits_text
 
     job, text = (allocation_job, splits_text) if splits else (profile_job, profile_text)

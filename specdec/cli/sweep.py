@@ -120,7 +120,7 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
     counts = f"{run} run, {skipped} complete before, {len(bad)} failed"
     print(f"sweep: {counts}; results in {folder}/*/{RESULT_FILE}")
     if run or skipped:
-        from specdec.report.sweeps import write_sweep  # matplotlib takes a second to import
+        from specdec.report.sweeps import write_sweep
 
         with suppress(UserError):  # jobs of a launcher may have failed after their record
             write_sweep(folder)

@@ -51,7 +51,6 @@ def main(arguments: Arguments) -> int:
     if arguments.cfg:
         return show_config(arguments, partial(train_config, kind), name=f"train/{kind}")
     config = train_config(kind, overrides, arguments.config_dirs)
-    # Imported here: torch takes seconds to import.
     import torch
 
     from specdec.pairs import PretrainedPair, build_pair

@@ -71,7 +71,6 @@ def main(arguments: Arguments) -> int:
         )
     found = [run_job_of(each, arguments.config_dirs) for each in jobs or [shared]]
     root = output_folder(found[0].output_dir, "verify", "" if several else found[0].name)
-    # Imported here: torch and transformers take seconds to import.
     from specdec.certify import DEPTHS, refuse
 
     if depth not in DEPTHS:

@@ -207,10 +207,8 @@ class Workbench:
         meter: Meter | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Stores the shared objects; models are loaded on first use.
-
-        The default clock is the wall clock. ``ranks`` starts the processes of distributed
-        executors.
+        """Models are loaded on first use. The default clock is the wall clock; ``ranks`` starts the
+        processes of distributed executors.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter

@@ -91,10 +91,8 @@ def _claim(folder: Path, config: Node, result: str) -> bool:
     stored = folder / CONFIG_FILE
     if not stored.is_file():
         if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
-            raise UserError(
-                f"{at} is not empty and not a run folder (it has no {CONFIG_FILE}): name a new"
-                " folder"
-            )
+            reason = f"it has no {CONFIG_FILE}"
+            raise UserError(f"{at} is not empty and not a run folder ({reason}): name a new folder")
         make_folder(folder)
         write_text(stored, as_yaml(config))
         return False
@@ -160,13 +158,11 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"output_dir={folder}: another process uses it; wait for it, end it, or"
-                " name another folder"
-            ) from error
-        except OSError:
-            pass
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                remedy = "wait for it, end it, or name another folder"
+                text = f"output_dir={folder}: another process uses it; {remedy}"
+                raise UserError(text) from error
         yield
     finally:
         os.close(descriptor)

@@ -62,9 +62,8 @@ def parse(overrides: Words) -> list[Override]:
         except (HydraException, ValueError, RecursionError) as error:
             for group in GROUPS if text.isidentifier() else ():
                 if text in options(group):
-                    raise UserError(
-                        f"{text} alone says too little: write {group}={text}"
-                    ) from error
+                    message = f"{text} alone says too little: write {group}={text}"
+                    raise UserError(message) from error
             raise UserError(
                 f"cannot read the argument {text[:200]!r}: write key=value without spaces"
                 " around the equals sign, and put values with special characters in quotes inside"
@@ -121,12 +120,11 @@ def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) ->
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
             )
-        named = str(override.value())
-        if override.input_line == f"+experiment={named}" and not options("experiment", extra):
-            raise UserError(
-                f"{override.input_line} needs the file experiment/{named}.yaml in a folder that"
-                " --config-dir names"
-            )
+        word, named = str(override.input_line), override.value()
+        # If no tree has the group, Hydra takes this for a key.
+        if word == f"+experiment={named}" and not options("experiment", extra):
+            file = f"experiment/{named}.yaml in a folder that --config-dir names"
+            raise UserError(f"{word} needs the file {file}")
     try:
         return _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
@@ -148,9 +146,8 @@ def combinations(overrides: Sequence[Override], extra: Trees = ()) -> list[list[
         elif override.is_discrete_sweep():
             values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
         elif override.is_sweep_override():
-            raise UserError(
-                f"{override.input_line} is an interval: give the values, as in {key}=1,2,3"
-            )
+            remedy = f"give the values, as in {key}=1,2,3"
+            raise UserError(f"{override.input_line} is an interval: {remedy}")
         else:
             values[key] = [override.input_line or ""]
     return [list(job) for job in product(*values.values())]
@@ -161,12 +158,10 @@ def plain(raw: DictConfig, trees: Trees = ()) -> Composed:
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
     config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
     for key, value in flatten(OmegaConf.to_container(config)).items():
-        group = key.split(".")[0]
         if value == "???":
-            raise UserError(
-                f"{key} has no value and {group}={choices.get(group, '...')} needs one: add"
-                f" {key}=VALUE"
-            )
+            group = key.split(".")[0]
+            option = f"{group}={choices.get(group, '...')}"
+            raise UserError(f"{key} has no value and {option} needs one: add {key}=VALUE")
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -174,10 +169,8 @@ def plain(raw: DictConfig, trees: Trees = ()) -> Composed:
     for key, value in flatten(values).items():
         bits = 64 if key.endswith("seed") else 63
         if isinstance(value, int) and value >= 1 << bits:
-            raise UserError(
-                f"the configuration cannot be used ({key} is a whole number of more than {bits}"
-                " bits): give another value"
-            )
+            reason = f"{key} is a whole number of more than {bits} bits"
+            raise UserError(f"the configuration cannot be used ({reason}): give another value")
     return Composed({str(k): v for k, v in values.items()}, choices, tuple(trees))
 
 
