@@ -228,12 +228,11 @@ def _mixture_with_head(config: Node) -> dict[str, Any] | None:
     """Returns a mixture whose draft model is replaced by the EAGLE head of a target that has no
     draft model; None where nothing has to be replaced.
     """
-    source, model = config.get("source"), config["model"]
+    source, model = config.get("source", {}), config["model"]
     if model["kind"] != "pretrained" or model["draft"] or not model["eagle_head"]:
         return None
     draft = {"_target_": "specdec.sources.DraftModelSource"}
-    is_mixture = source is not None and _class(source).endswith(".MixtureSource")
-    if not is_mixture or draft not in source["sources"]:
+    if not _class(source).endswith(".MixtureSource") or draft not in source["sources"]:
         return None
     head = {"_target_": "specdec.sources.EagleSource"}
     return {**source, "sources": [head if s == draft else s for s in source["sources"]]}
