@@ -310,14 +310,9 @@ class Workbench:
         self, kind: str, plan: ExecutorPlan, verifier: Verifier, serving: ServingRules
     ) -> dict[str, Callable[[], Any]]:
         """Returns the objects of ``RUNTIME`` that parts of a kind may request, name -> factory."""
-        pair, clock, meter, ranks = self.pair, self.clock, self.meter, self.ranks
+        pair, clock, meter, draws, ranks = self.pair, self.clock, self.meter, self.draws, self.ranks
         blocks, free_ranks = (serving.num_blocks, serving.block_tokens), count(plan.num_ranks + 1)
-        shared: dict[str, Any] = {
-            "seed": self.draws.seed,
-            "blocks": blocks,
-            "clock": clock,
-            "meter": meter,
-        }
+        shared: dict[str, Any] = {"blocks": blocks, "clock": clock, "meter": meter}
         makers: dict[str, Callable[[], Any]] = {
             "latency": lambda: plan.latency,
             "in_flight": lambda: plan.in_flight,
@@ -327,7 +322,7 @@ class Workbench:
             "runner": lambda: partial(self.runner, plan=plan),
             "clock": lambda: clock,
             "meter": lambda: meter,
-            "draws": lambda: self.draws,
+            "draws": lambda: draws,
             "vocab_size": lambda: pair.vocab_size,
             "sample": lambda: verifier.needs.draft_probs,
             "make_first_stage": lambda: (
@@ -335,7 +330,7 @@ class Workbench:
             ),
             "blocks": lambda: blocks,
             "first_stage": lambda: self._first_stage,
-            "over_ranks": lambda: ranks and partial(ranks.executor, **shared),
+            "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
             "free_rank": lambda: next(free_ranks),
         }
         return {name: make for name, make in makers.items() if kind in RUNTIME[name].split(":")[0]}
