@@ -241,6 +241,12 @@ class Workbench:
                 return self.ranks.draft_runner(plan, self.pair, self.meter)
         return self.pair.runner("draft", self.meter)
 
+    def source_pair(self) -> ModelPair:
+        """Returns the pair for token sources; if other processes run the target, this process loads
+        single layers of it at most.
+        """
+        return self.pair if self.ranks is None else self.pair.without_target()
+
     def make_first_stage(self, plan: EarlyExitPlan, layers: Sequence[int]) -> FirstStage:
         """Returns the target's first layers with their exit heads, shared by source and executor.
 
@@ -317,8 +323,7 @@ class Workbench:
             "latency": lambda: plan.latency,
             "in_flight": lambda: plan.in_flight,
             "profile": lambda: clock.profile,
-            # If other processes run the target, this one loads single layers of it at most.
-            "pair": lambda: pair if kind == "executor" or ranks is None else pair.without_target(),
+            "pair": lambda: pair if kind == "executor" else self.source_pair(),
             "runner": lambda: partial(self.runner, plan=plan),
             "clock": lambda: clock,
             "meter": lambda: meter,
