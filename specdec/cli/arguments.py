@@ -94,9 +94,8 @@ def read_values(
     for word in names:
         key, equals, _ = word.partition("=")
         if equals and "/" not in key and not Path(word).expanduser().exists():
-            raise UserError(
-                f"{word} is not an option: {did_you_mean(key, signature_of(schema).plain)}"
-            )
+            hint = did_you_mean(key, signature_of(schema).plain)
+            raise UserError(f"{word} is not an option: {hint}")
     if not least <= len(names) <= most:
         raise UserError(f"give {wanted}, not {len(names)}: see --help")
     return names, schema(**values)

@@ -63,7 +63,6 @@ _LEAST = 0.05  # tokens accepted per draft; a head that is trained for the targe
 def main(arguments: Arguments) -> int:
     names, options = read_values(arguments.overrides, Keys, "one folder of a head", least=0)
     (name,) = names or ["bundled:eagle3"]
-    # Imported here: torch and transformers take seconds to import.
     from specdec.files import plain, write_json
     from specdec.metrics.loops import loop_share
     from specdec.models.bundled import family_path

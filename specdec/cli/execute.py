@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from specdec.cli.loggers import check_logger, log_results
 from specdec.config import folders
 from specdec.config.hydra import compose_raw, without_hydra
 from specdec.config.job import COMPARISON_FILE, Comparison, Job
+from specdec.config.options import Node, Trees
 from specdec.errors import UserError
 from specdec.files import parse_json
 
@@ -29,15 +30,15 @@ RESULT_FILE = "summary.json"
 """This file is written last in a run folder: if it exists, the run is complete."""
 
 
-def execute(work: Job | Comparison, folder: Path) -> Mapping[str, Any] | None:
+def execute(work: Job | Comparison, folder: Path) -> Node | None:
     """Runs a job or a comparison in its folder, and sends its rows to the logger; None if it was
     complete already.
     """
-    from specdec.runs.jobs import compare_jobs, run_job  # torch takes seconds to import
+    from specdec.runs.jobs import compare_jobs, run_job
 
     if isinstance(work, Job):
         configs, result, table = [work.config], RESULT_FILE, ""
-        do: Callable[[Any], Mapping[str, Any]] = partial(run_job, work.config, folder)
+        do: Callable[[Any], Node] = partial(run_job, work.config, folder)
     else:
         configs = [job.config for job in work.jobs]
         result, table = COMPARISON_FILE, "comparison.md"
@@ -53,7 +54,7 @@ def execute(work: Job | Comparison, folder: Path) -> Mapping[str, Any] | None:
 
 def run_in(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Node,
     result: str,
     work: Callable[[Any], _T],
     *,
@@ -84,7 +85,7 @@ def print_notices(notices: Iterable[str]) -> None:
 
 def show_config(
     arguments: Arguments,
-    make: Callable[[Sequence[str], Sequence[Path]], Mapping[str, Any]],
+    make: Callable[[Sequence[str], Trees], Node],
     jobs: Sequence[Sequence[str]] | None = None,
     *,
     name: str,

@@ -1,6 +1,6 @@
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -9,6 +9,7 @@ from specdec.cli.arguments import Arguments
 from specdec.config.options import (
     GROUPS,
     PARTS,
+    Trees,
     chosen_parts,
     first_comment,
     flatten,
@@ -62,7 +63,7 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _about(group: str, path: Path, trees: Sequence[Path]) -> str:
+def _about(group: str, path: Path, trees: Trees) -> str:
     """Describes an option by its title or first comment; parts have their keys and defaults, too,
     presets the comments "# Needs:" and "# Costs:" of their own and of their parts.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from specdec.config.options import Node
 from specdec.errors import UserError
-from specdec.files import parse_json, write_text
+from specdec.files import parse_json, write_json
 from specdec.interfaces import Logger
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
@@ -29,14 +29,12 @@ _HISTOGRAMS = {
 LOGGED_FILE = "logged.json"  # the ``logger`` nodes that have received the results of a folder
 
 
-def check_logger(config: Mapping[str, Any], folder: Path) -> None:
+def check_logger(config: Node, folder: Path) -> None:
     if logger := _logger(config["logger"], _served(folder)):
         logger.check()
 
 
-def log_results(
-    configs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], folder: Path
-) -> None:
+def log_results(configs: Sequence[Node], rows: Sequence[Node], folder: Path) -> None:
     """Sends one row of metrics per configuration to the logger of the first one, unless it has
     received the results of this folder already.
     """
@@ -44,7 +42,7 @@ def log_results(
     if logger := _logger(node, served):
         for config, row in zip(configs, rows, strict=True):
             logger.log(config, row, folder)
-        write_text(folder / LOGGED_FILE, json.dumps({"loggers": [*served, node]}, indent=1))
+        write_json(folder / LOGGED_FILE, {"loggers": [*served, node]})
 
 
 def _served(folder: Path) -> list[Any]:
@@ -52,7 +50,7 @@ def _served(folder: Path) -> list[Any]:
     return list(parse_json(file.read_bytes())["loggers"]) if file.is_file() else []
 
 
-def _logger(node: Mapping[str, Any], served: Sequence[Any]) -> Logger | None:
+def _logger(node: Node, served: Sequence[Any]) -> Logger | None:
     if node in served or node.get("kind") == "none":
         return None
     if "_target_" in node:
@@ -93,7 +91,7 @@ class WandbLogger(Logger):
                 " WANDB_API_KEY, or use logger.mode=offline"
             )
 
-    def log(self, config: Mapping[str, Any], row: Mapping[str, Any], folder: Path) -> None:
+    def log(self, config: Node, row: Node, folder: Path) -> None:
         from specdec.report.results import drafted_tokens, read_json, read_requests
         from specdec.report.traces import rejection_metrics
 
@@ -132,11 +130,11 @@ class WandbLogger(Logger):
         run.finish()
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(row: Node) -> dict[str, float]:
     return {k: v for k, v in row.items() if isinstance(v, int | float)}
 
 
-def _curves(row: Mapping[str, Any], records: Sequence[RequestRecord]) -> Iterator[dict[str, Any]]:
+def _curves(row: Node, records: Sequence[RequestRecord]) -> Iterator[dict[str, Any]]:
     from specdec.report.results import drafted_tokens, prompt_metrics
 
     sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()

@@ -1,4 +1,8 @@
-"""The console script ``specdec`` dispatches to a command and maps errors to exit statuses."""
+"""The console script ``specdec`` dispatches to a command and maps errors to exit statuses.
+
+Modules of commands import torch, transformers and matplotlib within functions: these take seconds
+to import, which ``--help`` and refusals should not need.
+"""
 
 import errno
 import importlib.util
@@ -8,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 
 from specdec.cli.arguments import read_arguments
 from specdec.errors import RankFailure, UserError
@@ -51,6 +54,14 @@ _COMMANDS = {  # command, which is also the module's name -> what it does
     "worker": "one rank of a job that torchrun or Slurm starts",
     "list": "strategies, their parts, datasets, profiles",
 }
+_USAGE = """\
+specdec: composable speculative decoding
+
+{commands}
+
+`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the
+data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +157,8 @@ def _launched_beside_others(command: str) -> bool:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage(), end="")
+        lines = "\n".join(f"  specdec {name:<9} {about}" for name, about in _COMMANDS.items())
+        print(_USAGE.format(commands=lines), end="")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
         from specdec import __version__
@@ -158,35 +170,18 @@ def _dispatch(words: Sequence[str]) -> int:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):
         return BAD_INPUT
-    module = vars(_module(command))
+    if command == "reproduce" and importlib.util.find_spec("experiments") is None:
+        raise UserError(
+            "the papers' tables are in the package experiments, which is not installed: install"
+            " specdec again from its repository"
+        )
+    elsewhere = {"reproduce": "experiments.reproduce.command"}
+    module = vars(importlib.import_module(elsewhere.get(command, f"specdec.cli.{command}")))
     if "HELP" in module and {"-h", "--help"} & {*rest}:
         print(module["HELP"], end="")
         return 0
     status: int = module["main"](read_arguments(rest, module.get("FLAGS", ())))
     return status
-
-
-def _module(command: str) -> ModuleType:
-    if command != "reproduce":
-        return importlib.import_module(f"specdec.cli.{command}")
-    if importlib.util.find_spec("experiments") is None:
-        raise UserError(
-            "the papers' tables are in the package experiments, which is not installed: install"
-            " specdec again from its repository"
-        )
-    return importlib.import_module("experiments.reproduce.command")
-
-
-def _usage() -> str:
-    lines = "\n".join(f"  specdec {name:<9} {about}" for name, about in _COMMANDS.items())
-    return f"""\
-specdec: composable speculative decoding
-
-{lines}
-
-`specdec COMMAND --help` explains a command. SPECDEC_DATA names the folder of the
-data sets; SPECDEC_TRACEBACK=1 shows where an error was raised.
-"""
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
-from specdec.config.hydra import compose_config
+from specdec.config.hydra import Words, compose_config
 from specdec.config.job import check_section, checked_job
+from specdec.config.options import Trees
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 
@@ -49,13 +48,26 @@ def main(arguments: Arguments) -> int:
     if arguments.cfg:
         return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
     config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)
-    execute(config, output_folder(output_dir, "profile"))
+    folder, splits = (
+        output_folder(output_dir, "profile"),
+        config["profiling"]["devices"] is not None,
+    )
+    from specdec.profiling.job import allocation_job, profile_job, profile_text, splits_text
+
+    job, text = (allocation_job, splits_text) if splits else (profile_job, profile_text)
+    result = run_in(folder, config, RESULT_FILE, lambda progress: job(config, folder, progress))
+    if result is None:
+        return 0
+    print(text(result))
+    if splits:
+        print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")
+    elif config["profiling"]["use"] is None:
+        print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
+    print(f"results in {folder}")
     return 0
 
 
-def profile_config(
-    overrides: Sequence[str], extra: Sequence[Path] = ()
-) -> tuple[dict[str, Any], str | None]:
+def profile_config(overrides: Words, extra: Trees = ()) -> tuple[dict[str, Any], str | None]:
     composed = compose_config(overrides, name="profiling", extra=extra)
     values = dict(composed.values)
     section = values.pop("profiling")
@@ -72,19 +84,3 @@ def profile_config(
         use = with_draft({**use, "profile": section["use"]}, config["model"].get("draft_name"))
         config["use"] = {key: value for key, value in use.items() if key != "profile"}
     return config, job.output_dir
-
-
-def execute(config: dict[str, Any], folder: Path) -> None:
-    from specdec.profiling.job import allocation_job, profile_job, profile_text, splits_text
-
-    splits = config["profiling"]["devices"] is not None
-    job = allocation_job if splits else profile_job
-    result = run_in(folder, config, RESULT_FILE, lambda progress: job(config, folder, progress))
-    if result is None:
-        return
-    print((splits_text if splits else profile_text)(result))
-    if splits:
-        print(f"best: specdec run --config-dir {folder} strategy=swiftspec_best")
-    elif config["profiling"]["use"] is None:
-        print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
-    print(f"results in {folder}")

@@ -51,7 +51,6 @@ Example
 def main(arguments: Arguments) -> int:
     (name,), keys = read_values(arguments.overrides, _Keys, "one file of texts")
     path = Path(name).expanduser()
-    # Imported here: torch and transformers take seconds to import.
     from specdec.clocks.meter import Meter
     from specdec.config.job import run_job_of
     from specdec.metrics import loop_share

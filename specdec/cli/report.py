@@ -49,7 +49,6 @@ def main(arguments: Arguments) -> int:
         return 0
     if len(folders) > 1:
         raise UserError("give one folder, or leaderboard=FILE.html to rank the runs of several")
-    # Imported here: matplotlib takes a second to import.
     from specdec.report.page import load_report, text_of, write_page
 
     (folder,) = folders

@@ -30,16 +30,18 @@ from specdec.cli.arguments import Arguments
 from specdec.cli.execute import RESULT_FILE, execute, print_notices
 from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.config.hydra import (
+    Words,
     combinations,
     compose_raw,
     key_of,
     parse,
     plain,
     search_path,
+    take,
     without_hydra,
 )
 from specdec.config.job import checked_job, run_job_of
-from specdec.config.options import config_dir
+from specdec.config.options import Trees, config_dir
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
@@ -63,7 +65,7 @@ _INTERRUPTED: Record = {
 }
 
 
-def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
+def sweep(overrides: Words, extra: Trees = ()) -> int:
     """Runs one job per combination of the comma-separated values, each in a folder named by what
     varies.
 
@@ -73,9 +75,8 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     """
     parsed = parse(overrides)
     _check_hydra(parsed)
-    named = [str(o.value()) for o in parsed if o.key_or_group == "output_dir"]
-    folder = output_folder(named[-1] if named else None, "sweep")
-    overrides = [str(o.input_line) for o in parsed if o.key_or_group != "output_dir"]
+    own, overrides = take(overrides, "output_dir")
+    folder = output_folder(own.get("output_dir"), "sweep")
     axes = with_params(overrides, extra)
     jobs = combinations(axes, extra)
     varying = [key_of(o) for o in axes if o.is_sweep_override()]
@@ -87,15 +88,12 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
     print_notices(text for job in checked for text in job.notices)
-    launcher = [str(o.value()) for o in parsed if o.key_or_group == "hydra/launcher"][-1:]
+    launcher = take(overrides, "hydra/launcher")[0].get("hydra/launcher")
     wall = any(job.config["clock"].get("kind") != "simulated" for job in checked)
-    if wall and launcher and launcher[0] in ("joblib", "submitit_local"):
-        text = (
-            f"hydra/launcher={launcher[0]} runs jobs side by side on this machine, which slows"
-            " them: measured and paced times of this sweep do not count (tokens and simulated"
-            " times do)"
-        )
-        print_notices([text])
+    if wall and launcher in ("joblib", "submitit_local"):
+        text = "measured and paced times of this sweep do not count (tokens and simulated times do)"
+        side_by_side = f"hydra/launcher={launcher} runs jobs side by side on this machine"
+        print_notices([f"{side_by_side}, which slows them: {text}"])
     expected = [_job_name(job, varying) for job in jobs]
     make_folder(folder)
     with alone_in(folder):
@@ -105,7 +103,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
             notes, unrecorded = Path(name).resolve(), _LOST
             settings = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), tuple(extra))
             try:
-                _launch(overrides, extra, settings)
+                _launch(overrides, settings)
             except KeyboardInterrupt:
                 unrecorded = _INTERRUPTED
                 raise
@@ -119,12 +117,10 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
                 write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
     bad = [r for r in records if r["status"] not in ("ok", "skipped")]
     run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
-    print(
-        f"sweep: {run} run, {skipped} complete before, {len(bad)} failed;"
-        f" results in {folder}/*/{RESULT_FILE}"
-    )
+    counts = f"{run} run, {skipped} complete before, {len(bad)} failed"
+    print(f"sweep: {counts}; results in {folder}/*/{RESULT_FILE}")
     if run or skipped:
-        from specdec.report.page import write_sweep  # matplotlib takes a second to import
+        from specdec.report.page import write_sweep
 
         with suppress(UserError):  # jobs of a launcher may have failed after their record
             write_sweep(folder)
@@ -133,7 +129,7 @@ def sweep(overrides: Sequence[str], extra: Sequence[Path] = ()) -> int:
     return 0 if not bad else 2 if all(r["status"] == "refused" for r in bad) else 1
 
 
-def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Override]:
+def with_params(overrides: Words, extra: Trees = ()) -> list[Override]:
     """Prepends ``hydra.sweeper.params`` of an experiment to the overrides; checks the kind of each
     ``_target_`` of Hydra's node, so that a mistake is reported before the first job.
     """
@@ -146,13 +142,12 @@ def with_params(overrides: Sequence[str], extra: Sequence[Path] = ()) -> list[Ov
     return parse([*params, *overrides])
 
 
-def experiment_sweeps(overrides: Sequence[str], extra: Sequence[Path] = ()) -> bool:
-    if not any(o.startswith("+experiment=") for o in overrides):
-        return False
-    return OmegaConf.select(_first_job(overrides, extra), "hydra.mode") is RunMode.MULTIRUN
+def experiment_sweeps(overrides: Words, extra: Trees = ()) -> bool:
+    named = any(o.startswith("+experiment=") for o in overrides)
+    return named and _first_job(overrides, extra).hydra.mode is RunMode.MULTIRUN
 
 
-def _first_job(overrides: Sequence[str], extra: Sequence[Path]) -> DictConfig:
+def _first_job(overrides: Words, extra: Trees) -> DictConfig:
     return compose_raw(combinations(parse(overrides), extra)[0], extra=extra)
 
 
@@ -180,10 +175,11 @@ class _Sweep:
     trees: tuple[Path, ...]  # further configuration trees
 
 
-def _launch(overrides: Sequence[str], extra: Sequence[Path], sweep: _Sweep) -> None:
+def _launch(overrides: Words, sweep: _Sweep) -> None:
     where = f"hydra.sweep.dir={json.dumps(sweep.folder.as_posix(), ensure_ascii=False)}"
+    words = ["--multirun", *overrides, where]
     try:
-        _run_hydra(lambda config: run_one(config, sweep), ["--multirun", *overrides, where], extra)
+        _run_hydra(lambda config: run_one(config, sweep), words, sweep.trees)
     except Exception as error:  # a launcher's: a worker was killed, a queue refused
         print_exc()
         text = f"the launcher failed: {type(error).__name__}: {error}"
@@ -196,9 +192,7 @@ def show_info(arguments: Arguments) -> int:
     return 0
 
 
-def _run_hydra(
-    task: Callable[[DictConfig], None], words: Sequence[str], extra: Sequence[Path]
-) -> None:
+def _run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -> None:
     before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
@@ -212,18 +206,18 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
     name = _job_name(list(HydraConfig.get().overrides.task), sweep.varying)
     number = int(HydraConfig.get().job.num) + 1
     print(f"[{number}/{sweep.total}] {name}", flush=True)
-    record: Record = {"job": name, "status": "ok", "error": ""}
-    start = time.monotonic()
+    status, reason, start = "ok", "", time.monotonic()
     try:
-        done = execute(checked_job(plain(merged, sweep.trees)), sweep.folder / name)
-        record["status"] = "skipped" if done is None else "ok"
+        if execute(checked_job(plain(merged, sweep.trees)), sweep.folder / name) is None:
+            status = "skipped"
     except UserError as error:
-        record.update(status="refused", error=str(error))
+        status, reason = "refused", str(error)
         print(f"specdec: {error}", file=sys.stderr)
     except Exception as error:
-        record.update(status="failed", error=f"{type(error).__name__}: {error}")
+        status, reason = "failed", f"{type(error).__name__}: {error}"
         print(f"specdec: {error}" if is_full(error) else format_exc(), file=sys.stderr)
-    record["seconds"] = round(time.monotonic() - start, 3)
+    seconds = round(time.monotonic() - start, 3)
+    record: Record = {"job": name, "status": status, "error": reason, "seconds": seconds}
     try:
         write_text(sweep.notes / f"{number}.json", json.dumps(record))
     except OSError as error:

@@ -12,7 +12,7 @@ from specdec.cli.arguments import Arguments, read_values
 from specdec.config.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
-from specdec.files import parse_json
+from specdec.files import parse_json, write_bytes, write_text
 from specdec.parts.fields import expects
 
 HELP = """\
@@ -66,12 +66,11 @@ def main(arguments: Arguments) -> int:
 
 
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
-    from specdec.files import write_bytes, write_text
     from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
-    title = _title(folder)
+    _, title = _names(folder)
     wrapped = fill(title, 150)
     with _drawing(str(folder)):
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
@@ -84,17 +83,16 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
 
 
 def draw_beside(folder: Path, other: Path) -> Path:
-    from specdec.files import write_text
     from specdec.report.styles import row_styles
     from specdec.trace.files import TREES_FILE, Track, tracks_page
 
-    runs = {run: (_title(run), _load(run / TREES_FILE)) for run in (folder, other)}
-    if len(runs) < 2:
+    if folder == other:
         raise UserError(f"{folder} is named twice: name two runs")
-    styles = row_styles({str(run): _strategy(run) for run in runs})
-    tracks = [Track(title, trees, styles[str(run)].color) for run, (title, trees) in runs.items()]
+    runs = {str(run): (*_names(run), _load(run / TREES_FILE)) for run in (folder, other)}
+    styles = row_styles({run: strategy for run, (strategy, _, _) in runs.items()})
+    tracks = [Track(title, trees, styles[run].color) for run, (_, title, trees) in runs.items()]
     with _drawing(f"{folder} and {other}"):
-        page = tracks_page(tracks, title=" beside ".join(_strategy(run) for run in runs))
+        page = tracks_page(tracks, title=" beside ".join(of[0] for of in runs.values()))
     return write_text(folder / "beside.html", page)
 
 
@@ -153,15 +151,14 @@ def _config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _strategy(folder: Path) -> str:
-    return str((_config(folder).get("strategy") or {}).get("name", folder.name))
-
-
-def _title(folder: Path) -> str:
+def _names(folder: Path) -> tuple[str, str]:
+    """Returns a run's strategy, and a title of its pictures."""
     from specdec.report.results import SUMMARY_FILE, read_json
     from specdec.report.tables import title_of
 
-    stages = (_config(folder).get("executor") or {}).get("stages")
-    name = _strategy(folder) + (f", {stages} stages" if stages else "")
+    config = _config(folder)
+    strategy = str((config.get("strategy") or {}).get("name", folder.name))
+    stages = (config.get("executor") or {}).get("stages")
+    name = strategy + (f", {stages} stages" if stages else "")
     conditions = (read_json(folder / SUMMARY_FILE) or {}).get("conditions")
-    return f"{name}: {title_of(conditions)}" if conditions else name
+    return strategy, f"{name}: {title_of(conditions)}" if conditions else name

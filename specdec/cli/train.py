@@ -1,14 +1,11 @@
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import show_config
-from specdec.config.hydra import compose_config
+from specdec.config.hydra import Words, compose_config
 from specdec.config.job import check_section
-from specdec.config.options import first_comment, options
+from specdec.config.options import Node, Trees, first_comment, options
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean
 
@@ -53,24 +50,7 @@ def main(arguments: Arguments) -> int:
     arguments = replace(arguments, overrides=tuple(overrides))
     if arguments.cfg:
         return show_config(arguments, partial(train_config, kind), name=f"train/{kind}")
-    _train(kind, train_config(kind, overrides, arguments.config_dirs))
-    return 0
-
-
-def train_config(
-    kind: str, overrides: Sequence[str], extra: Sequence[Path] = ()
-) -> Mapping[str, Any]:
-    # Imported here: torch takes seconds to import.
-    from specdec.train.run import GROUPS, check
-
-    composed = compose_config(overrides, name=f"train/{kind}", extra=extra)
-    for group in GROUPS:
-        check_section(group, composed.values[group], composed.choices)
-    check(kind, composed.values)
-    return composed.values
-
-
-def _train(kind: str, config: Mapping[str, Any]) -> None:
+    config = train_config(kind, overrides, arguments.config_dirs)
     import torch
 
     from specdec.pairs import PretrainedPair, build_pair
@@ -93,3 +73,14 @@ def _train(kind: str, config: Mapping[str, Any]) -> None:
         target = sharded(pair.info.path, pair.dtype) if config["shard"] else pair.target
         tokenizer, ends = getattr(pair, "tokenizer", None), sorted(pair.eos_ids)
         train(kind, config, target, tokenizer=tokenizer, ends=ends, report=report)
+    return 0
+
+
+def train_config(kind: str, overrides: Words, extra: Trees = ()) -> Node:
+    from specdec.train.run import GROUPS, check
+
+    composed = compose_config(overrides, name=f"train/{kind}", extra=extra)
+    for group in GROUPS:
+        check_section(group, composed.values[group], composed.choices)
+    check(kind, composed.values)
+    return composed.values

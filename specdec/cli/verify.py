@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
-from specdec.config.hydra import key_of, parse
+from specdec.config.hydra import take
 from specdec.config.job import Job, check_stages, run_job_of
+from specdec.config.options import Node
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
 
@@ -56,48 +56,44 @@ FLAGS = ("--cfg", "--fail-fast")
 
 
 def main(arguments: Arguments) -> int:
-    depths = [word for word in arguments.overrides if word.startswith("depth=")]
-    depth = depths[-1].removeprefix("depth=") if depths else "standard"
-    words = {str(o.input_line): o for o in parse(arguments.overrides) if o.key_or_group != "depth"}
-    lists = [word for word, o in words.items() if key_of(o) == "strategies"]
-    shared = tuple(word for word in words if word not in lists)
-    names: Any = words[lists[-1]].value() if lists else []
-    if lists and not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
-        raise UserError(f"{lists[-1]} is no list of presets: write strategies=[ar,suffix]")
-    named = [(f"strategy={name}", *shared) for name in dict.fromkeys(names)]
+    own, shared = take(arguments.overrides, "depth", "strategies")
+    depth, names = str(own.get("depth", "standard")), own.get("strategies", [])
+    several = "strategies" in own
+    if several and not (
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    ):
+        raise UserError(f"strategies={names} is no list of presets: write strategies=[ar,suffix]")
+    jobs = [[f"strategy={name}", *shared] for name in dict.fromkeys(names)]
     if arguments.cfg:
-        arguments = replace(arguments, overrides=shared)
+        arguments = replace(arguments, overrides=tuple(shared))
         return show_config(
-            arguments, lambda *words: run_job_of(*words).config, named or None, name="config"
+            arguments, lambda *words: run_job_of(*words).config, jobs or None, name="config"
         )
-    found = [run_job_of(each, arguments.config_dirs) for each in named or [shared]]
-    root = output_folder(found[0].output_dir, "verify", "" if named else found[0].name)
-    jobs = {root / job.name if named else root: job for job in found}
-    # Imported here: torch and transformers take seconds to import.
+    found = [run_job_of(each, arguments.config_dirs) for each in jobs or [shared]]
+    root = output_folder(found[0].output_dir, "verify", "" if several else found[0].name)
     from specdec.certify import DEPTHS, refuse
 
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
-    for job in jobs.values():
+    for job in found:
         refuse(job.config)
         layers = job.config["model"].get("num_layers")
         if layers is not None:  # other models are checked with their files
             check_stages(job.config, layers, f"model={job.config['choices']['model']}")
     fail_fast = "--fail-fast" in arguments.flags
-    ends = [
-        _verify(job, folder, depth, fail_fast, keep=bool(lists)) for folder, job in jobs.items()
+    verdicts = [
+        _verify(job, root / job.name if several else root, depth, fail_fast, keep=several)
+        for job in found
     ]
-    if lists:
-        lossless = sum(verdict["lossless"] for verdict in ends)
-        for verdict in ends:
+    if several:
+        for verdict in verdicts:
             print(f"{verdict['verdict']} ({verdict['seconds']:.0f} s)")
-        print(f"{lossless} of {len(ends)} are lossless; results in {root}")
-    return 0 if all(verdict["lossless"] for verdict in ends) else 1
+        lossless = sum(verdict["lossless"] for verdict in verdicts)
+        print(f"{lossless} of {len(verdicts)} are lossless; results in {root}")
+    return 0 if all(verdict["lossless"] for verdict in verdicts) else 1
 
 
-def _verify(
-    job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool
-) -> Mapping[str, Any]:
+def _verify(job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool) -> Node:
     """Certifies a configuration in its folder; ``keep`` leaves out one that was lossless before."""
     from specdec.certify import CHECKS, Report, print_report
     from specdec.certify.certify import certify
@@ -108,7 +104,7 @@ def _verify(
         report = certify(
             job.config,
             depth=depth,
-            on_check=lambda c: progress.advance(detail=c.name),
+            on_check=lambda check: progress.advance(detail=check.name),
             fail_fast=fail_fast,
         )
         write_json(folder / RESULT_FILE, {**report.as_dict(), "depth": depth})
@@ -116,9 +112,8 @@ def _verify(
 
     file = folder / RESULT_FILE
     done: Any = parse_json(file.read_bytes()) if keep and file.is_file() else {}
-    complete = RESULT_FILE if done.get("lossless") else ""
     config = {"command": "verify", "depth": depth, **job.config}
-    report = run_in(folder, config, complete, verify)
+    report = run_in(folder, config, RESULT_FILE if done.get("lossless") else "", verify)
     if report is None:
         return done  # type: ignore[no-any-return]
     print_report(report, job.config["choices"])

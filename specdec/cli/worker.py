@@ -43,7 +43,6 @@ def main(arguments: Arguments) -> int:
             " executor.transport=distributed"
         )
     job = Job(str(config["strategy"]["name"]), config, str(folder))
-    # Imported here: torch and transformers take seconds to import.
     from specdec.distributed.torchrun import run_under_launcher
 
     return run_under_launcher(

@@ -23,35 +23,6 @@ class BrokenPart(UserError):
     """A part returned what its interface does not allow."""
 
 
-def guard(part: Any, label: str, vocab_size: int) -> None:
-    """Makes the methods of a part raise ``BrokenPart`` for wrong results, calling it ``label``."""
-    checks: dict[type, tuple[str, Callable[..., str]]] = {
-        TokenSource: ("expand", lambda found, _state, nodes, k: (
-            _wrong_type(found, Candidates) or candidates_fault(found, len(nodes), k, vocab_size)
-        )),
-        TreePolicy: ("select", lambda found, state, _source: (
-            _wrong_type(found, Nodes) or _nodes_fault(found, state)
-        )),
-        Verifier: ("verify", lambda found, _state, requests: (
-            _wrong_type(found, list) or _verdicts_fault(found, requests, vocab_size)
-        )),
-        Executor: ("collect", lambda found, **_: (
-            _wrong_type(found, Output) or _answers_fault(found, vocab_size)
-        )),
-    }  # fmt: skip
-    name, fault_of = next(check for base, check in checks.items() if isinstance(part, base))
-    method = getattr(part, name)
-
-    @wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        found = method(*args, **kwargs)
-        if fault := fault_of(found, *args, **kwargs):
-            raise BrokenPart(f"{label}: {name} returned {fault}")
-        return found
-
-    object.__setattr__(part, name, checked)
-
-
 def is_outside(node: object) -> bool:
     """Whether a class that a configuration's node names, or one nested in it, is not of here."""
     if isinstance(node, Mapping):
@@ -69,49 +40,43 @@ def _wrong_type(found: object, wanted: type) -> str:
     return f"{what}, but must return {wanted.__name__}"
 
 
-def _first(faults: Mapping[str, Callable[[], Any]]) -> str:
-    """Returns the first fault whose condition holds; later ones may rely on the earlier ones."""
-    return next((text for text, holds in faults.items() if holds()), "")
+def _candidates_fault(
+    found: Candidates, vocab_size: int, _state: DecodeState, nodes: Nodes, k: int
+) -> str:
+    return candidates_fault(found, len(nodes), k, vocab_size)
 
 
 def candidates_fault(found: Candidates, num_nodes: int, k: int, vocab_size: int | None) -> str:
     """Says which rule of ``Candidates`` is broken; "" if none is."""
-    tokens, logprobs, counts = fields = found.tokens, found.logprobs, found.counts
-    if not all(isinstance(of, np.ndarray) for of in fields):
+    tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
+    if not all(isinstance(array, np.ndarray) for array in (tokens, logprobs, counts)):
         return "candidates whose tokens, logprobs or counts are no NumPy arrays"
-
-    def valid() -> Any:
-        return np.arange(tokens.shape[1]) < counts[:, None]
-
-    def repeats() -> bool:
-        rows = zip(tokens.tolist(), counts.tolist(), strict=True)
-        return any(len({*row[:count]}) < count for row, count in rows)
-
+    if tokens.ndim != 2 or len(tokens) != num_nodes or counts.shape != (num_nodes,):
+        return (
+            f"tokens of shape {tokens.shape} and counts of shape {counts.shape}, but must have one"
+            f" row for each of {num_nodes} nodes"
+        )
+    if tokens.shape != logprobs.shape:
+        return "tokens and logprobs that differ in shape"
+    if tokens.shape[1] > k:
+        return f"more than k={k} candidates"
+    if not tokens.dtype == counts.dtype == np.int64:
+        types = f"tokens of {tokens.dtype} and counts of {counts.dtype}"
+        return f"{types}: tokens and counts must be int64"
+    if ((counts < 0) | (counts > tokens.shape[1])).any():
+        return "counts that are negative or above the number of columns"
+    valid = np.arange(tokens.shape[1]) < counts[:, None]
     limit = vocab_size or np.iinfo(np.int64).max
-    return _first({
-        f"tokens of shape {tokens.shape} and counts of shape {counts.shape}, but must have one row"
-        f" for each of {num_nodes} nodes": lambda: (
-            tokens.ndim != 2 or len(tokens) != num_nodes or counts.shape != (num_nodes,)
-        ),
-        "tokens and logprobs that differ in shape": lambda: tokens.shape != logprobs.shape,
-        f"more than k={k} candidates": lambda: tokens.shape[1] > k,
-        f"tokens of {tokens.dtype} and counts of {counts.dtype}: tokens and counts must be int64": (
-            lambda: not tokens.dtype == counts.dtype == np.int64
-        ),
-        "counts that are negative or above the number of columns": (
-            lambda: ((counts < 0) | (counts > tokens.shape[1])).any()
-        ),
-        f"a token outside the vocabulary of {vocab_size}": (
-            lambda: ((tokens < 0) | (tokens >= limit))[valid()].any()
-        ),
-        "the same token twice: candidates of a node must differ": repeats,
-        "log-probabilities that are not numbers of at most 0": (
-            lambda: not (logprobs[valid()] <= 0).all()
-        ),
-    })  # fmt: skip
+    if ((tokens < 0) | (tokens >= limit))[valid].any():
+        return f"a token outside the vocabulary of {vocab_size}"
+    if any(len({*row[of]}) < of.sum() for row, of in zip(tokens, valid, strict=True)):
+        return "the same token twice: candidates of a node must differ"
+    if not (logprobs[valid] <= 0).all():
+        return "log-probabilities that are not numbers of at most 0"
+    return ""
 
 
-def _nodes_fault(found: Nodes, state: DecodeState) -> str:
+def _nodes_fault(found: Nodes, _vocab_size: int, state: DecodeState, _source: TokenSource) -> str:
     for request_id, ids in found.items:
         request = state.requests.get(request_id)
         if request is None:
@@ -127,25 +92,24 @@ def selection_fault(request: RequestState, ids: Any) -> str:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
         return f"ids of shape {ids.shape} and dtype {ids.dtype}, not int64[W]"
     slots = tree.slots(ids.astype(np.int64))
+    if NO_NODE in slots:
+        return "a chosen node is not in the tree"
+    if (np.diff(slots) <= 0).any():
+        return "chosen nodes must be in order, and none twice"
+    if (tree.submitted_at[slots] >= 0).any():
+        return "a node is submitted twice"
     parents = tree.parents[slots]
-    return _first({
-        "a chosen node is not in the tree": lambda: NO_NODE in slots,
-        "chosen nodes must be in order, and none twice": lambda: (np.diff(slots) <= 0).any(),
-        "a node is submitted twice": lambda: (tree.submitted_at[slots] >= 0).any(),
-        "a node is submitted before its parent": lambda: not (
-            np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)
-        ).all(),
-        "a node lies beyond max_new_tokens": (
-            lambda: tree.positions.max() > last_position(request)
-        ),
-        "the prompt is not yet computed": (
-            lambda: len(ids) and request.prefill_sent != request.num_prefill
-        ),
-    })  # fmt: skip
+    if not (np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)).all():
+        return "a node is submitted before its parent"
+    if tree.positions.max() > last_position(request):
+        return "a node lies beyond max_new_tokens"
+    if len(ids) and request.prefill_sent != request.num_prefill:
+        return "the prompt is not yet computed"
+    return ""
 
 
 def _verdicts_fault(
-    found: Sequence[Verdict], requests: Sequence[RequestState], vocab_size: int
+    found: Sequence[Verdict], vocab_size: int, _state: DecodeState, requests: Sequence[RequestState]
 ) -> str:
     trees = {request.id: request.tree for request in requests}
     for verdict in found:
@@ -162,7 +126,7 @@ def _verdicts_fault(
     return ""
 
 
-def _answers_fault(found: Output, vocab_size: int) -> str:
+def _answers_fault(found: Output, vocab_size: int, **_: object) -> str:
     for answers in found.answers:
         tokens = np.asarray(answers.tokens)
         if tokens.shape != np.shape(answers.node_ids):
@@ -170,3 +134,29 @@ def _answers_fault(found: Output, vocab_size: int) -> str:
         if ((tokens >= vocab_size) | ((tokens < 0) & (tokens != NO_TOKEN))).any():
             return f"an answer outside the vocabulary of {vocab_size}"
     return ""
+
+
+_METHODS: dict[type, tuple[str, type, Callable[..., str]]] = {
+    TokenSource: ("expand", Candidates, _candidates_fault),
+    TreePolicy: ("select", Nodes, _nodes_fault),
+    Verifier: ("verify", list, _verdicts_fault),
+    Executor: ("collect", Output, _answers_fault),
+}
+"""Base class of a part -> its method that is checked, the type that it must return, and a function
+of the result, the vocabulary's size and the method's arguments that says what is wrong.
+"""
+
+
+def guard(part: Any, label: str, vocab_size: int) -> None:
+    """Makes the methods of a part raise ``BrokenPart`` for wrong results, calling it ``label``."""
+    name, wanted, fault_of = next(of for base, of in _METHODS.items() if isinstance(part, base))
+    method = getattr(part, name)
+
+    @wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = method(*args, **kwargs)
+        if fault := _wrong_type(found, wanted) or fault_of(found, vocab_size, *args, **kwargs):
+            raise BrokenPart(f"{label}: {name} returned {fault}")
+        return found
+
+    object.__setattr__(part, name, checked)

@@ -55,15 +55,15 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        parameters = inspect.signature(self.cls.build).parameters.values()
-        requested = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
-        for name, required in requested.items():
-            if required and name not in runtime:
+        objects = {}
+        for p in inspect.signature(self.cls.build).parameters.values():
+            if p.kind is p.KEYWORD_ONLY and p.name in runtime:
+                objects[p.name] = runtime[p.name]()
+            elif p.kind is p.KEYWORD_ONLY and p.default is p.empty:
                 raise UserError(
-                    f"{self.cls.__name__}.build requests {name!r}, which no run has: request some"
+                    f"{self.cls.__name__}.build requests {p.name!r}, which no run has: request some"
                     f" of {', '.join(runtime)}, or give it a default"
                 )
-        objects = {name: runtime[name]() for name in requested if name in runtime}
         return self.cls.build(self.plan, needs, **objects)
 
 
@@ -207,10 +207,8 @@ class Workbench:
         meter: Meter | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Stores the shared objects; models are loaded on first use.
-
-        The default clock is the wall clock. ``ranks`` starts the processes of distributed
-        executors.
+        """Models are loaded on first use. The default clock is the wall clock; ``ranks`` starts the
+        processes of distributed executors.
         """
         self.pair = pair
         self.meter = Meter() if meter is None else meter
@@ -235,7 +233,7 @@ class Workbench:
 
         If ``plan`` distributes the draft over several processes, these share it by tensor
         parallelism and end with the executor that ``parts`` builds for this plan, or with
-        ``release``. RankFailure: a rank failed while loading.
+        ``ranks.release``. RankFailure: a rank failed while loading.
         """
         if self.ranks is not None and isinstance(plan, PipelinePlan) and plan.distributed:
             place = plan.placements.get("draft")
@@ -259,10 +257,6 @@ class Workbench:
                 plan, layers, pair=self.pair, clock=self.clock, meter=self.meter
             )
         return self._first_stage
-
-    def release(self) -> None:
-        if self.ranks is not None:
-            self.ranks.release()
 
     def parts(
         self,
@@ -305,7 +299,7 @@ class Workbench:
             source=source,
             policy=policy,
             verifier=verifier,
-            executor=executor.build(needs, self.runtime(serving)),
+            executor=executor.build(needs, self.objects("executor", plan, verifier, serving)),
             clock=self.clock,
             meter=self.meter,
             draws=self.draws,
@@ -318,24 +312,33 @@ class Workbench:
             raise
         return parts
 
-    def runtime(self, serving: ServingRules) -> dict[str, Callable[[], Any]]:
-        blocks = serving.num_blocks, serving.block_tokens
-        ranks, seed = self.ranks, self.draws.seed
-        return {
-            "pair": lambda: self.pair,
-            "clock": lambda: self.clock,
-            "meter": lambda: self.meter,
-            "draws": lambda: self.draws,
+    def objects(
+        self, kind: str, plan: ExecutorPlan, verifier: Verifier, serving: ServingRules
+    ) -> dict[str, Callable[[], Any]]:
+        """Returns the objects of ``RUNTIME`` that parts of a kind may request, name -> factory."""
+        pair, clock, meter, draws, ranks = self.pair, self.clock, self.meter, self.draws, self.ranks
+        blocks, free_ranks = (serving.num_blocks, serving.block_tokens), count(plan.num_ranks + 1)
+        shared: dict[str, Any] = {"blocks": blocks, "clock": clock, "meter": meter}
+        makers: dict[str, Callable[[], Any]] = {
+            "latency": lambda: plan.latency,
+            "in_flight": lambda: plan.in_flight,
+            "profile": lambda: clock.profile,
+            "pair": lambda: pair if kind == "executor" else self.source_pair(),
+            "runner": lambda: partial(self.runner, plan=plan),
+            "clock": lambda: clock,
+            "meter": lambda: meter,
+            "draws": lambda: draws,
+            "vocab_size": lambda: pair.vocab_size,
+            "sample": lambda: verifier.needs.draft_probs,
+            "make_first_stage": lambda: (
+                partial(self.make_first_stage, plan) if isinstance(plan, EarlyExitPlan) else None
+            ),
             "blocks": lambda: blocks,
             "first_stage": lambda: self._first_stage,
-            "over_ranks": lambda: (
-                None
-                if ranks is None
-                else partial(
-                    ranks.executor, seed=seed, blocks=blocks, clock=self.clock, meter=self.meter
-                )
-            ),
+            "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
+            "free_rank": lambda: next(free_ranks),
         }
+        return {name: make for name, make in makers.items() if kind in RUNTIME[name].split(":")[0]}
 
 
 RUNTIME = {
@@ -380,26 +383,26 @@ def build_parts(
     """Builds the parts of a configuration with clock, seed and models of a workbench; a given
     ``verifier`` replaces the configuration's.
     """
-    pair = bench.pair
     with _in_words(cfg):
-        policy, judge, executor, objects = _chosen(cfg, bench, verifier)
-        source = pair.fitted_source(cfg["source"], cfg["policy"])
-        serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else ServingRules()
+        policy, judge, executor, serving = _chosen(cfg, bench, verifier)
+        source = bench.pair.fitted_source(cfg["source"], cfg["policy"])
+        objects = bench.objects("source", executor.plan, judge, serving)
         try:
             parts = bench.parts(
-                source=build_part(source, objects("source"), "source", TokenSource),
+                source=build_part(source, objects, "source", TokenSource),
                 policy=policy,
                 verifier=judge,
                 executor=executor,
                 serving=serving,
             )
         finally:
-            bench.release()
+            if bench.ranks is not None:
+                bench.ranks.release()
     for kind in ("source", "policy", "verifier", "executor"):
         if is_outside(cfg[kind]) and not (kind == "verifier" and verifier):
             chosen = cfg.get("choices", {}).get(kind, cfg[kind]["_target_"])
             label = f"{kind}={chosen} (class {cfg[kind]['_target_']})"
-            guard(getattr(parts, kind), label, pair.vocab_size)
+            guard(getattr(parts, kind), label, bench.pair.vocab_size)
     return replace(parts, scheduler=outside_scheduler(cfg.get("serving", {})) or FifoScheduler)
 
 
@@ -422,40 +425,17 @@ def _in_words(cfg: Mapping[str, Any]) -> Iterator[None]:
         raise type(error)(text) from error
 
 
-_Objects = Callable[[str], dict[str, Callable[[], Any]]]
-
-
 def _chosen(
     cfg: Mapping[str, Any], bench: Workbench, verifier: Verifier | None
-) -> tuple[TreePolicy, Verifier, Planned, _Objects]:
-    """Builds and checks what loads no models; also returns a function: kind -> its objects."""
-    pair, executor = bench.pair, plan_executor(cfg["executor"], bench.pair)
-    plan = executor.plan
+) -> tuple[TreePolicy, Verifier, Planned, ServingRules]:
+    """Builds and checks what loads no models."""
+    executor = plan_executor(cfg["executor"], bench.pair)
     serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else ServingRules()
-    free_ranks = count(plan.num_ranks + 1)
     judge: Verifier = verifier or build_part(cfg["verifier"], {}, "verifier", Verifier)
-    runtime: dict[str, Callable[[], Any]] = {
-        **bench.runtime(serving),
-        "latency": lambda: plan.latency,
-        "in_flight": lambda: plan.in_flight,
-        "profile": lambda: bench.clock.profile,
-        "pair": bench.source_pair,
-        "runner": lambda: partial(bench.runner, plan=plan),
-        "vocab_size": lambda: pair.vocab_size,
-        "sample": lambda: judge.needs.draft_probs,
-        "make_first_stage": lambda: (
-            partial(bench.make_first_stage, plan) if isinstance(plan, EarlyExitPlan) else None
-        ),
-        "free_rank": lambda: next(free_ranks),
-    }
-
-    def objects(kind: str) -> dict[str, Callable[[], Any]]:
-        takers = {name: about.partition(":")[0] for name, about in RUNTIME.items()}
-        return {name: make for name, make in runtime.items() if kind in takers[name]}
-
-    policy = build_part(cfg["policy"], objects("policy"), "policy", TreePolicy)
+    objects = bench.objects("policy", executor.plan, judge, serving)
+    policy = build_part(cfg["policy"], objects, "policy", TreePolicy)
     check_choice(policy, judge, bench.clock)
-    return policy, judge, executor, objects
+    return policy, judge, executor, serving
 
 
 def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
@@ -514,20 +494,24 @@ def build(
 
     words = [f"strategy={preset}"]
     config = compose_config(words).values
-    keys = {key: value for key, value in keys.items() if value is not None}
-    if "stages" in keys and "stages" not in config["executor"]:
-        words.append(f"executor={keys.pop('executor', 'pipeline')}")
+    if keys.get("stages") is not None and "stages" not in config["executor"]:
+        words.append(f"executor={keys.pop('executor', None) or 'pipeline'}")
         keys["executor.stages"] = keys.pop("stages")
     sections = {name: config.get(name) or {} for name in _SECTIONS}
     for key, value in keys.items():
+        if value is None:
+            continue
         homes = [name for name, section in sections.items() if key in section]
-        if "." not in key and key not in sections and len(homes) != 1:
-            if homes:
-                names = " or ".join(f"{section}.{key}" for section in homes)
-                raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
+        if "." in key or key in sections:
+            name = key
+        elif len(homes) == 1:
+            name = f"{homes[0]}.{key}"
+        elif homes:
+            names = " or ".join(f"{section}.{key}" for section in homes)
+            raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
+        else:
             known = {name for section in sections.values() for name in section} - {"_target_"}
             raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
-        name = key if "." in key or key in sections else f"{homes[0]}.{key}"
         words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
     composed = compose_config(words)
     check_config(composed.values, composed.choices)

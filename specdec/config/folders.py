@@ -1,9 +1,8 @@
 """Folders of results: their names, stored configurations, locks and completeness."""
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import sha256
@@ -15,9 +14,9 @@ from uuid import uuid4
 
 from omegaconf import OmegaConf
 
-from specdec.config.options import flatten, read_yaml
+from specdec.config.options import Node, flatten, read_yaml
 from specdec.errors import UserError
-from specdec.files import is_full, parse_json, write_text
+from specdec.files import is_full, parse_json, write_json, write_text
 
 try:
     import fcntl
@@ -31,9 +30,9 @@ STATUS_FILE = "status.json"
 _LONGEST_NAME = 120
 
 
-def output_folder(chosen: str | None, command: str, name: str = "") -> Path:
-    if chosen:
-        return Path(chosen)
+def output_folder(chosen: object, command: str, name: str = "") -> Path:
+    if chosen not in (None, ""):
+        return Path(str(chosen))
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = Path("outputs") / command
     return (parent / safe_name(name) if name else parent) / f"{stamp}-{uuid4().hex[:6]}"
@@ -46,9 +45,7 @@ def safe_name(text: str) -> str:
     return f"{name[:_LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
-def run_in(
-    folder: Path, config: Mapping[str, Any], result: str, work: Callable[[], _T]
-) -> _T | None:
+def run_in(folder: Path, config: Node, result: str, work: Callable[[], _T]) -> _T | None:
     """Does the work of a configuration in its folder; returns None if it was complete already.
 
     Of work that is refused before its first result nothing is left, so that the corrected command
@@ -56,22 +53,23 @@ def run_in(
     that the work writes last, "" for work that is always repeated.
     """
     existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
+    status = {"status": "ok", "error": ""}
     try:
-        if claim(folder, config, result):
+        if _claim(folder, config, result):
             return None
         with alone_in(folder):
             try:
                 done = work()
             except BaseException as error:
+                status["status"] = "interrupted"
+                if not isinstance(error, KeyboardInterrupt):
+                    trace = "".join(format_exception(error))
+                    text = f"{type(error).__name__}: {error}"
+                    status = {"status": "failed", "error": text, "traceback": trace}
                 with suppress(OSError):  # the failure may be a full disk
-                    failure = {"status": "interrupted", "error": ""}
-                    if not isinstance(error, KeyboardInterrupt):
-                        text = f"{type(error).__name__}: {error}"
-                        trace = "".join(format_exception(error))
-                        failure = {"status": "failed", "error": text, "traceback": trace}
-                    write_text(folder / STATUS_FILE, json.dumps(failure, indent=1))
+                    write_json(folder / STATUS_FILE, status)
                 raise
-            write_text(folder / STATUS_FILE, json.dumps({"status": "ok", "error": ""}, indent=1))
+            write_json(folder / STATUS_FILE, status)
             return done
     except UserError:
         own = {CONFIG_FILE, STATUS_FILE}
@@ -83,57 +81,52 @@ def run_in(
         raise
 
 
-def claim(folder: Path, config: Mapping[str, Any], result: str) -> bool:
+def _claim(folder: Path, config: Node, result: str) -> bool:
     """Assigns a new or empty folder to a configuration by writing its ``config.yaml``; returns
     whether ``result`` exists in it already, and refuses other folders.
     """
+    at, other = f"output_dir={folder}", "name another folder or delete that one"
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir={folder} is a file: name a folder")
+        raise UserError(f"{at} is a file: name a folder")
     stored = folder / CONFIG_FILE
-    if stored.is_file():
-        refusal = f"output_dir={folder} has a {CONFIG_FILE} that cannot be read"
-        loaded = read_yaml(stored, refusal, "name another folder or delete that one")
-        previous = loaded if isinstance(loaded, dict) else {}
-        there, here = previous.get("command", "run"), config.get("command", "run")
-        if there != here:
-            raise UserError(
-                f"output_dir={folder} has results of `specdec {there}`, not of `specdec {here}`:"
-                " name another folder or delete that one"
-            )
-        if _computed(previous) != _computed(config):
-            raise UserError(
-                f"output_dir={folder} has a run of another configuration"
-                f" ({_difference(_computed(previous), _computed(config))}): name another folder or"
-                " delete that one"
-            )
-        if not result or not (folder / result).is_file():
-            return False
-        try:
-            if not isinstance(parse_json((folder / result).read_bytes()), dict):
-                raise ValueError("it is no JSON object")
-        except ValueError as error:
-            raise UserError(
-                f"{folder / result} is damaged ({error}): delete it, and start the same command"
-                " again"
-            ) from error
-        return True
-    if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
-        raise UserError(
-            f"output_dir={folder} is not empty and not a run folder (it has no {CONFIG_FILE}):"
-            " name a new folder"
-        )
-    make_folder(folder)
-    write_text(stored, as_yaml(config))
-    return False
+    if not stored.is_file():
+        if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
+            reason = f"it has no {CONFIG_FILE}"
+            raise UserError(f"{at} is not empty and not a run folder ({reason}): name a new folder")
+        make_folder(folder)
+        write_text(stored, as_yaml(config))
+        return False
+    loaded = read_yaml(stored, f"{at} has a {CONFIG_FILE} that cannot be read", other)
+    previous = loaded if isinstance(loaded, dict) else {}
+    command, own = previous.get("command", "run"), config.get("command", "run")
+    if command != own:
+        raise UserError(f"{at} has results of `specdec {command}`, not of `specdec {own}`: {other}")
+    there, here = _computed(previous), _computed(config)
+    if there != here:
+        difference = _difference(there, here)
+        raise UserError(f"{at} has a run of another configuration ({difference}): {other}")
+    file = folder / result
+    if not result or not file.is_file():
+        return False
+    try:
+        if not isinstance(parse_json(file.read_bytes()), dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        remedy = "delete it, and start the same command again"
+        raise UserError(f"{file} is damaged ({error}): {remedy}") from error
+    return True
 
 
-def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
+def _computed(config: Node) -> dict[str, Any]:
     """What a run computes, which is its identity: everything but where results are sent."""
-    return {
-        key: _computed(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key != "logger"
-    }
+    return {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    pairs = {k: (there.get(k, "absent"), here.get(k, "absent")) for k in {**there, **here}}
+    shown = [f"{k} is {a} there and {b} here" for k, (a, b) in pairs.items() if a != b]
+    more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
+    return "; ".join([*shown[:3], *more])
 
 
 def make_folder(folder: Path) -> None:
@@ -149,7 +142,7 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def as_yaml(config: Mapping[str, Any]) -> str:
+def as_yaml(config: Node) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
@@ -165,22 +158,11 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"output_dir={folder}: another process uses it; wait for it, end it, or"
-                " name another folder"
-            ) from error
-        except OSError:
-            pass
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                remedy = "wait for it, end it, or name another folder"
+                text = f"output_dir={folder}: another process uses it; {remedy}"
+                raise UserError(text) from error
         yield
     finally:
         os.close(descriptor)
-
-
-def _difference(there: object, here: dict[str, Any]) -> str:
-    left, right = flatten(there), flatten(here)
-    keys = [k for k in {**left, **right} if left.get(k, "absent") != right.get(k, "absent")]
-    shown = [
-        f"{k} is {left.get(k, 'absent')} there and {right.get(k, 'absent')} here" for k in keys[:3]
-    ]
-    return "; ".join([*shown, *([f"and {len(keys) - 3} more keys"] if len(keys) > 3 else [])])

@@ -11,12 +11,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.config.options import (
     GROUPS,
     YAML_ERRORS,
+    Trees,
     config_dir,
     config_tree,
     flatten,
@@ -27,6 +28,8 @@ from specdec.config.options import (
 )
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
+
+Words = Sequence[str]  # overrides in Hydra's grammar
 
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
@@ -49,7 +52,7 @@ class Composed:
     trees: tuple[Path, ...] = ()
 
 
-def parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Words) -> list[Override]:
     parsed: list[Override] = []
     for text in overrides:
         try:
@@ -59,9 +62,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         except (HydraException, ValueError, RecursionError) as error:
             for group in GROUPS if text.isidentifier() else ():
                 if text in options(group):
-                    raise UserError(
-                        f"{text} alone says too little: write {group}={text}"
-                    ) from error
+                    message = f"{text} alone says too little: write {group}={text}"
+                    raise UserError(message) from error
             raise UserError(
                 f"cannot read the argument {text[:200]!r}: write key=value without spaces"
                 " around the equals sign, and put values with special characters in quotes inside"
@@ -74,7 +76,19 @@ def key_of(override: Override) -> str:
     return str(override.key_or_group)
 
 
-def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
+    """Separates keys that a command reads itself from the other overrides; returns their values, of
+    which the last one of a key counts (those of a sweep as text), and the others.
+    """
+    parsed, own = parse(overrides), dict[str, Any]()
+    for o in parsed:
+        if key_of(o) in keys:
+            text = str(o.input_line).partition("=")[2]
+            own[key_of(o)] = text if o.is_sweep_override() else o.value()
+    return own, [str(o.input_line) for o in parsed if key_of(o) not in keys]
+
+
+def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """Splits words into those that set no key of a schema, and the values of its keys, of which a
     text is taken literally and a list needs no brackets.
     """
@@ -94,28 +108,23 @@ def read_keys(words: Sequence[str], schema: Callable[..., Any]) -> tuple[list[st
     return others, values
 
 
-def compose_config(
-    overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
-) -> Composed:
+def compose_config(overrides: Words, *, name: str = "config", extra: Trees = ()) -> Composed:
     """Composes a root (config, compare or profiling) with overrides into resolved, plain values."""
     return plain(compose_raw(overrides, name=name, extra=extra), extra)
 
 
-def compose_raw(
-    overrides: Sequence[str], *, name: str = "config", extra: Sequence[Path] = ()
-) -> DictConfig:
+def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) -> DictConfig:
     for override in parse(overrides):
         if override.is_sweep_override():
             raise UserError(
                 f"{override.input_line} has several values: add -m to `specdec run` to sweep over"
                 " them, or write a list in brackets, as in 'strategies=[ar,speculative]'"
             )
-        named = str(override.value())
-        if override.input_line == f"+experiment={named}" and not options("experiment", extra):
-            raise UserError(
-                f"{override.input_line} needs the file experiment/{named}.yaml in a folder that"
-                " --config-dir names"
-            )
+        word, named = str(override.input_line), override.value()
+        # If no tree has the group, Hydra takes this for a key.
+        if word == f"+experiment={named}" and not options("experiment", extra):
+            file = f"experiment/{named}.yaml in a folder that --config-dir names"
+            raise UserError(f"{word} needs the file {file}")
     try:
         return _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
@@ -127,18 +136,7 @@ def compose_raw(
         raise UserError(_explain(error, overrides, name, extra)) from error
 
 
-def set_values(raw: DictConfig, overrides: Sequence[Override]) -> None:
-    for override in overrides:
-        section, _, key = key_of(override).rpartition(".")
-        if override.is_delete():
-            with open_dict(raw):
-                OmegaConf.select(raw, section).pop(key)
-        else:
-            added = override.is_add()
-            OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
-
-
-def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> list[list[str]]:
+def combinations(overrides: Sequence[Override], extra: Trees = ()) -> list[list[str]]:
     values: dict[str, list[str]] = {}  # if a key is repeated, its last value counts
     for override in overrides:
         key, value = override.get_key_element(), override.value()
@@ -148,25 +146,22 @@ def combinations(overrides: Sequence[Override], extra: Sequence[Path] = ()) -> l
         elif override.is_discrete_sweep():
             values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
         elif override.is_sweep_override():
-            raise UserError(
-                f"{override.input_line} is an interval: give the values, as in {key}=1,2,3"
-            )
+            remedy = f"give the values, as in {key}=1,2,3"
+            raise UserError(f"{override.input_line} is an interval: {remedy}")
         else:
             values[key] = [override.input_line or ""]
     return [list(job) for job in product(*values.values())]
 
 
-def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
+def plain(raw: DictConfig, trees: Trees = ()) -> Composed:
     chosen: Any = OmegaConf.to_container(raw.hydra.runtime.choices)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
     config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
     for key, value in flatten(OmegaConf.to_container(config)).items():
-        group = key.split(".")[0]
         if value == "???":
-            raise UserError(
-                f"{key} has no value and {group}={choices.get(group, '...')} needs one: add"
-                f" {key}=VALUE"
-            )
+            group = key.split(".")[0]
+            option = f"{group}={choices.get(group, '...')}"
+            raise UserError(f"{key} has no value and {option} needs one: add {key}=VALUE")
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -174,23 +169,21 @@ def plain(raw: DictConfig, trees: Sequence[Path] = ()) -> Composed:
     for key, value in flatten(values).items():
         bits = 64 if key.endswith("seed") else 63
         if isinstance(value, int) and value >= 1 << bits:
-            raise UserError(
-                f"the configuration cannot be used ({key} is a whole number of more than {bits}"
-                " bits): give another value"
-            )
+            reason = f"{key} is a whole number of more than {bits} bits"
+            raise UserError(f"the configuration cannot be used ({reason}): give another value")
     return Composed({str(k): v for k, v in values.items()}, choices, tuple(trees))
 
 
-def without_hydra(overrides: Sequence[str]) -> list[str]:
+def without_hydra(overrides: Words) -> list[str]:
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
-def search_path(extra: Sequence[Path]) -> list[str]:
+def search_path(extra: Trees) -> list[str]:
     trees = ",".join(f"file://{config_tree(tree).resolve().as_posix()}" for tree in extra)
     return [f"hydra.searchpath=[{trees}]"] if trees else []
 
 
-def _hydra_compose(overrides: Sequence[str], name: str, extra: Sequence[Path]) -> DictConfig:
+def _hydra_compose(overrides: Words, name: str, extra: Trees) -> DictConfig:
     words = [*search_path(extra), *overrides]
     with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
         return compose(config_name=name, overrides=words, return_hydra_config=True)
@@ -200,7 +193,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _explain(error: Exception, overrides: Sequence[str], name: str, extra: Sequence[Path]) -> str:
+def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str:
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
         if group in _ADDED:
@@ -227,7 +220,7 @@ def _explain(error: Exception, overrides: Sequence[str], name: str, extra: Seque
     return unknown
 
 
-def _unknown_key(key: str, base: Composed, extra: Sequence[Path]) -> str:
+def _unknown_key(key: str, base: Composed, extra: Trees) -> str:
     group, _, rest = key.partition(".")
     if not (rest and group in base.choices):
         known = [*flatten(base.values), *GROUPS]

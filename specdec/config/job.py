@@ -2,39 +2,21 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 
 from specdec.clocks.build import clock_kind
-from specdec.config.hydra import (
-    Composed,
-    compose_config,
-    compose_raw,
-    key_of,
-    parse,
-    plain,
-    set_values,
-)
-from specdec.config.options import BASES, GROUPS, PARTS, flatten, has_key, options
+from specdec.config.hydra import Composed, Words, compose_config, compose_raw, key_of, parse, plain
+from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, flatten, has_key, options
 from specdec.config.profiles import fit, load_profile, with_caveat
 from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.parts.build import build_part, check_values, locate
-from specdec.parts.fields import (
-    Count,
-    Index,
-    Positive,
-    Text,
-    Threads,
-    did_you_mean,
-    errors_of,
-    signature_of,
-)
+from specdec.parts.fields import Count, Index, Positive, Text, Threads, did_you_mean
 
 
 @dataclass
@@ -107,7 +89,7 @@ A section with ``_target_`` has the parameters of that class.
 _UNSTATED = {"logit_scale", "logit_step"}  # of RandomPair: only certification passes them
 
 
-def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+def check_config(config: Node, choices: Mapping[str, str]) -> None:
     top = {key: value for key, value in config.items() if key not in GROUPS}
     check_values(_CompareKeys if "strategies" in top else _RunKeys, top, also=GROUPS)
     strategy: Any = config.get("strategy")
@@ -116,9 +98,9 @@ def check_config(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         if has_parts or section not in PARTS:
             check_section(section, config.get(section), choices)
     if has_parts:
-        cls: Any = locate(config["executor"]["_target_"], "executor")
-        keys = {key: value for key, value in config["executor"].items() if key != "_target_"}
-        cls.check(keys, clock_kind(config["clock"]), tracing=config["trace"])
+        executor = dict(config["executor"])
+        cls: Any = locate(executor.pop("_target_"), "executor")
+        cls.check(executor, clock_kind(config["clock"]), tracing=config["trace"])
     else:
         schema = _schema(f"options of {strategy['kind']}")
         check_values(schema, strategy["options"], "strategy.options")
@@ -143,10 +125,7 @@ def check_section(section: str, node: Any, choices: Mapping[str, str]) -> None:
         complete = section != "executor"
         check_values(schema, values, section, label, given=_UNSTATED, also=also, complete=complete)
     elif base and (outside or section in PARTS):
-        known = signature_of(common).plain if common else ()
-        build_part(node, None, section, base, label=label, known=known)
-        for error in errors_of(common, node, f"{section}.") if common else ():
-            raise UserError(error)
+        build_part(node, None, section, base, label=label, common=common)
     else:
         kinds = ", ".join(k.partition("=")[2] for k in _SCHEMAS if k.startswith(f"{section}="))
         raise UserError(f"{label} has kind {str(kind)!r}, which is unknown: use one of {kinds}")
@@ -165,7 +144,7 @@ class Job:
     notices: tuple[str, ...] = ()
 
 
-def run_job_of(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Job:
+def run_job_of(overrides: Words, extra: Trees = ()) -> Job:
     parsed = parse(overrides)
     for override in parsed:
         if key_of(override) in COMPARE:
@@ -245,32 +224,29 @@ def checked_job(composed: Composed) -> Job:
     return Job(name, config, values["output_dir"], (*notices, *more))
 
 
-def _mixture_with_head(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _mixture_with_head(config: Node) -> dict[str, Any] | None:
     """Returns a mixture whose draft model is replaced by the EAGLE head of a target that has no
     draft model; None where nothing has to be replaced.
     """
-    source, model = config.get("source"), config["model"]
-    if not isinstance(source, dict) or not _class(source).endswith(".MixtureSource"):
-        return None
-    plain = {"_target_": "specdec.sources.DraftModelSource"}
+    source, model = config.get("source", {}), config["model"]
     if model["kind"] != "pretrained" or model["draft"] or not model["eagle_head"]:
         return None
-    if plain not in source["sources"]:
+    draft = {"_target_": "specdec.sources.DraftModelSource"}
+    if not _class(source).endswith(".MixtureSource") or draft not in source["sources"]:
         return None
     head = {"_target_": "specdec.sources.EagleSource"}
-    return {**source, "sources": [head if s == plain else s for s in source["sources"]]}
+    return {**source, "sources": [head if s == draft else s for s in source["sources"]]}
 
 
-def _check_own_decoding(name: str, config: Mapping[str, Any]) -> None:
-    executor = str(config["executor"].get("_target_", ""))
-    wrong = {
-        "executor": not executor.endswith(".LocalExecutor"),
-        "clock": config["clock"].get("kind") != "measured",
-        "trace": config["trace"],
-        "batch_size": config["batch_size"] != 1,
-        "model": config["model"].get("kind") not in ("pretrained", "random"),
+def _check_own_decoding(name: str, config: Node) -> None:
+    fits = {
+        "executor": _class(config["executor"]).endswith(".LocalExecutor"),
+        "clock": config["clock"].get("kind") == "measured",
+        "trace": not config["trace"],
+        "batch_size": config["batch_size"] == 1,
+        "model": config["model"].get("kind") in ("pretrained", "random"),
     }
-    for key in (key for key, is_wrong in wrong.items() if is_wrong):
+    for key in (key for key, fitting in fits.items() if not fitting):
         raise UserError(
             f"strategy={name} is decoding of another program: one device, one prompt at a time,"
             f" measured time, real models; this {key} does not fit. Leave the strategy or the"
@@ -278,9 +254,7 @@ def _check_own_decoding(name: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_models(
-    name: str, config: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]
-) -> tuple[int, tuple[str, ...]]:
+def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int, tuple[str, ...]]:
     """Checks the models' files, which is faster than loading them; returns the number of the
     target's layers, and warnings.
     """
@@ -292,19 +266,18 @@ def _check_models(
         drafts = str(strategy.get("method")).endswith(("_assisted", "_draft"))
     needed = drafts or config["record"]
     infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
-    target = infos["target"]
-    check_stages(config, target.num_layers, f"model.target={model['target']}")
+    target, draft, at = infos["target"], infos.get("draft"), f"model.target={model['target']}"
+    check_stages(config, target.num_layers, at)
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
-            f" {target.max_positions} positions of model.target={model['target']}: lower it"
+            f" {target.max_positions} positions of {at}: lower it"
         )
     if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
         raise UserError(
             f"strategy={name} drafts with an EAGLE head: add model.eagle_head=FOLDER (config.json"
             " and model.safetensors, trained for model.target), or choose another source"
         )
-    draft = infos.get("draft")
     if needed and draft is None:
         why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
         raise UserError(
@@ -320,22 +293,20 @@ def _check_models(
     )
 
 
-def _notices_without_text(
-    config: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]
-) -> tuple[str, ...]:
+def _notices_without_text(config: Node, sources: Sequence[Node]) -> tuple[str, ...]:
     copies = (".PromptLookupSource", ".SuffixSource", ".NGramSource")
     names = [_class(node).rpartition(".")[2] for node in sources if _class(node).endswith(copies)]
     if not names or config["model"].get("kind") != "synthetic":
         return ()
     return (
         f"strategy={config['strategy']['name']}: {' and '.join(dict.fromkeys(names))} copies from"
-        " earlier text, and the tokens"
-        " of model=synthetic are random, so it finds next to nothing; its figures say nothing of"
-        " the method. Use model=tiny, model=hf, or model=replay with a record of your own pair",
+        " earlier text, and the tokens of model=synthetic are random, so it finds next to nothing;"
+        " its figures say nothing of the method. Use model=tiny, model=hf, or model=replay with a"
+        " record of your own pair",
     )
 
 
-def check_stages(config: Mapping[str, Any], num_layers: int, model: str) -> None:
+def check_stages(config: Node, num_layers: int, model: str) -> None:
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > num_layers:
         raise UserError(
@@ -352,7 +323,7 @@ def nodes_of(node: object) -> Iterator[dict[str, Any]]:
         yield from nodes_of(item)
 
 
-def _class(node: Mapping[str, Any]) -> str:
+def _class(node: Node) -> str:
     return str(node.get("_target_", ""))
 
 
@@ -372,7 +343,7 @@ class Comparison:
         return {"command": "compare", "repeats": self.repeats, "strategies": rows}
 
 
-def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> Comparison:
+def compose_comparison(overrides: Words, extra: Trees = ()) -> Comparison:
     parsed = parse(overrides)
     if any(o.key_or_group == "strategy" for o in parsed):
         raise UserError(
@@ -380,31 +351,29 @@ def compose_comparison(overrides: Sequence[str], extra: Sequence[Path] = ()) -> 
         )
     of_parts = [o for o in parsed if _part_of(o)]  # only these depend on the row
     common = [str(o.input_line) for o in parsed if not _part_of(o)]
-    base = compose_config(common, name="compare", extra=extra)
-    names = _row_names(base.values["strategies"], extra)
+    base = compose_config(common, name="compare", extra=extra).values
     rows, notices, unused = list[Composed](), list[str](), of_parts
-    for name in names:
+    for name in _row_names(base["strategies"], extra):
         raw, left_out = _compose_row([f"strategy={name}", *common], of_parts, extra)
         rows.append(plain(raw, extra))
         notices += [f"{o.input_line} does not apply to {name}" for o in left_out]
         unused = [o for o in unused if o in left_out]
-    check_config(base.values, base.choices)
-    if base.values["trace"]:
+    if base["trace"] is True:
         raise UserError("trace=true is for one strategy at a time: use it with `specdec run`")
     jobs = [checked_job(row) for row in rows]
     for override in unused:
         part = str(_part_of(override))
-        known = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
-        known = {k for k in known if not k.endswith("_target_")}
+        keys = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
+        known = [key for key in keys if not key.endswith("_target_")]
         hint = did_you_mean(key_of(override), known) or f"no {part} has keys"
         raise UserError(f"{override.input_line} applies to none of the rows: {hint}")
     notices += [text for job in jobs for text in job.notices]
-    repeats, folder = base.values["repeats"], base.values["output_dir"]
-    return Comparison(tuple(jobs), repeats, folder, tuple(dict.fromkeys(notices)))
+    once = tuple(dict.fromkeys(notices))
+    return Comparison(tuple(jobs), base["repeats"], base["output_dir"], once)
 
 
 def _compose_row(
-    common: Sequence[str], of_parts: Sequence[Override], extra: Sequence[Path]
+    common: Words, of_parts: Sequence[Override], extra: Trees
 ) -> tuple[DictConfig, list[Override]]:
     def composed(chosen: Sequence[Override]) -> DictConfig:
         words = [str(o.input_line) for o in chosen]
@@ -425,17 +394,23 @@ def _compose_row(
         for o in applying
         if o.key_or_group not in PARTS and (o.is_add() or has_key(row, key_of(o)))
     ]
-    set_values(raw, values)
+    for override in values:
+        section, _, key = key_of(override).rpartition(".")
+        if override.is_delete():
+            with open_dict(raw):
+                OmegaConf.select(raw, section).pop(key)
+        else:
+            added = override.is_add()
+            OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
     return raw, [o for o in of_parts if o not in (*chosen, *values)]
 
 
-def _row_names(strategies: object, extra: Sequence[Path]) -> list[str]:
-    known = options("strategy", extra)
+def _row_names(strategies: object, extra: Trees) -> list[str]:
     if not isinstance(strategies, list) or not strategies:
         raise UserError(
             f"strategies={strategies} must be a list of presets, as in 'strategies=[ar,staged]'"
         )
-    names = [str(name) for name in strategies]
+    known, names = options("strategy", extra), [str(name) for name in strategies]
     for name in names:
         if name not in known:
             raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")

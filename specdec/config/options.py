@@ -1,7 +1,7 @@
 """Reads the configuration tree on disk: its folder, groups and options."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec.errors import UserError
 from specdec.files import UNREADABLE, why_unreadable
+
+Node = Mapping[str, Any]  # a section of a configuration, or a whole one
+Trees = Sequence[Path]  # further configuration trees, which come before the library's own
 
 PARTS = ("source", "policy", "verifier", "executor")  # groups that make up a strategy
 BASES = {  # group -> base class of what its ``_target_`` may name; None if it takes no ``_target_``
@@ -57,7 +60,7 @@ def config_tree(name: str | Path) -> Path:
     return folder
 
 
-def options(group: str, extra: Iterable[Path] = ()) -> dict[str, Path]:
+def options(group: str, extra: Trees = ()) -> dict[str, Path]:
     """Returns a group's options, name -> YAML file, sorted; files that begin with an underscore are
     none, and trees in ``extra`` take precedence.
     """
@@ -78,21 +81,24 @@ def read_yaml(path: Path, refusal: str, remedy: str = "", *, resolve: bool = Fal
         raise UserError(f"{refusal} ({why_unreadable(error)}){remedy and f': {remedy}'}") from error
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
 def first_comment(path: Path) -> str:
     """Returns the file's description: its first comment, which may take several lines.
 
     Hydra's package header is no description.
     """
-    found = ""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if not line.startswith("#") or "@package" in line:
-            if found:
+    found = list[str]()
+    for line in _lines(path):
+        if line.startswith("#") and "@package" not in line:
+            found.append(line.lstrip("# ").strip())
+            if len(line) < _WRAPPED or line.endswith("."):
                 break
-            continue
-        found = f"{found} {line.lstrip('# ').strip()}".strip()
-        if len(line) < _WRAPPED or line.endswith("."):
+        elif found:
             break
-    return found
+    return " ".join(found).strip()
 
 
 def stated(path: Path, what: str) -> str:
@@ -105,35 +111,33 @@ def stated(path: Path, what: str) -> str:
         if file in seen or not file.is_file():
             continue
         seen.add(file)
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in _lines(file):
             if line.startswith(f"# {what}:"):
                 return line.partition(":")[2].strip().rstrip(".")
-        bases = [base for base in _defaults(file) if isinstance(base, str)]
         folders = (file.parent, config_dir() / file.parent.name)
+        bases = [base for base in _read(file)[0] if isinstance(base, str)]
         waiting += [folder / f"{base}.yaml" for base in bases for folder in folders]
     return ""
 
 
 def chosen_parts(path: Path) -> dict[str, str]:
-    entries = [entry for entry in _defaults(path) if isinstance(entry, dict)]
+    entries = [entry for entry in _read(path)[0] if isinstance(entry, dict)]
     named = {str(key): str(value) for entry in entries for key, value in entry.items()}
     return {key.removeprefix("override ").lstrip("/"): value for key, value in named.items()}
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def own_values(path: Path) -> dict[str, Any]:
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the defaults list and the other keys of a file of a configuration tree."""
     loaded = read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds no mapping of keys to values: correct it, or remove it")
-    return {str(key): value for key, value in loaded.items()}
-
-
-def _defaults(path: Path) -> list[Any]:
-    defaults = _mapping(path).get("defaults")
-    return defaults if isinstance(defaults, list) else []
-
-
-def own_values(path: Path) -> dict[str, Any]:
-    return {key: value for key, value in _mapping(path).items() if key != "defaults"}
+    values = {str(key): value for key, value in loaded.items()}
+    defaults = values.pop("defaults", None)
+    return defaults if isinstance(defaults, list) else [], values
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

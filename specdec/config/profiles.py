@@ -3,7 +3,6 @@
 That is costs by degree of parallelism and draft, and expansions by the ratio of costs.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from specdec.clocks.profile import CostCurve, Work, curve_at
-from specdec.config.options import options, read_yaml
+from specdec.config.options import Node, Trees, options, read_yaml
 from specdec.errors import UserError
 from specdec.parts.fields import Count, did_you_mean
 
@@ -46,9 +45,7 @@ class _Profile(TypedDict, total=False):
     origins: dict[str, _Origin]
 
 
-def load_profile(
-    name: str, extra: Sequence[Path] = (), *, key: str = "clock.profile"
-) -> dict[str, Any]:
+def load_profile(name: str, extra: Trees = (), *, key: str = "clock.profile") -> dict[str, Any]:
     """Loads and checks a latency profile: an option's name, or the path of a YAML of that form.
 
     Returns "note"; "costs": {kind: curve}; and, if the file has them, "degrees": {kind: {number of
@@ -90,21 +87,11 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number;
     refuses what does not follow from the profile, such as an unknown degree.
     """
-    clock = dict(config["clock"])
+    clock, executor = dict(config["clock"]), config["executor"]
     if degrees := clock.pop("degrees", None):
-        clock = _with_degrees(clock, degrees, config["executor"])
-    _check_devices(clock, config["executor"])
-    clock = with_draft(clock, config["model"].get("draft_name"))
-    config, policy = {**config, "clock": clock}, config.get("policy")
-    if isinstance(policy, dict) and policy.get("d") in _RATIOS:
-        config["policy"] = {**policy, "d": _expansions(policy, clock)}
-    return config
-
-
-def _check_devices(clock: Mapping[str, Any], executor: Mapping[str, Any]) -> None:
-    """Raises ``UserError`` if a profile of unlike devices prices other devices than its own."""
+        clock = _with_degrees(clock, degrees, executor)
     for kind, curve in clock.get("costs", {}).items():
-        if num := len(curve.get("devices", ())):
+        if num := len(curve.get("devices", ())):  # a profile of unlike devices, which prices these
             used = executor.get("stages") if "lock_step" in executor else None
             if used != num or executor.get("groups") or (executor.get("target_degree") or 1) > 1:
                 raise UserError(
@@ -112,9 +99,14 @@ def _check_devices(clock: Mapping[str, Any], executor: Mapping[str, Any]) -> Non
                     " devices: use a pipeline of a stage on each (executor=pipeline"
                     f" executor.stages={num}), or another profile"
                 )
+    clock = with_draft(clock, config["model"].get("draft_name"))
+    config, policy = {**config, "clock": clock}, config.get("policy")
+    if isinstance(policy, dict) and policy.get("d") in _RATIOS:
+        config["policy"] = {**policy, "d": _expansions(policy, clock)}
+    return config
 
 
-def with_caveat(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def with_caveat(config: Node, num_layers: int) -> dict[str, Any]:
     """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
 
     A profile has the time of one stage of its testbed: with another number of stages the simulated
@@ -161,16 +153,13 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
     return {**clock, "costs": {**clock["costs"], "draft": others[name]}, "note": note}
 
 
-def _with_degrees(
-    clock: Mapping[str, Any], degrees: Mapping[str, Any], executor: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_degrees(clock: Node, degrees: Node, executor: Node) -> dict[str, Any]:
     """Returns the clock's section with the costs of the executor's tensor-parallel degrees (null:
     unchanged); degrees between those of the profile are interpolated, and the note says so.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():
-        degree = executor.get(_DEGREES[kind])
-        if degree is None:
+        if (degree := executor.get(_DEGREES[kind])) is None:
             continue
         known = sorted(int(number) for number in curves)
         if not known[0] <= degree <= known[-1]:
@@ -185,7 +174,7 @@ def _with_degrees(
     return {**clock, "costs": costs, "note": note}
 
 
-def _expansions(policy: Mapping[str, Any], clock: Mapping[str, Any]) -> int:
+def _expansions(policy: Node, clock: Node) -> int:
     """Returns d of SwiftSpec section 5.5: how many draft passes of w leaves fit beside a target
     pass of bs nodes, at least 1; ``ratio_plus_one`` adds one.
     """

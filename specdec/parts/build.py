@@ -86,12 +86,13 @@ def build_part(
     base: type | None = None,
     *,
     label: str = "",
-    known: Collection[str] = (),
+    common: Callable[..., Any] | None = None,
 ) -> Any:
     """Constructs the parts nested in a node, then the part itself.
 
     ``runtime`` maps an argument to a factory of the object that is passed if the node lacks that
-    key; with None the node is only checked. Keys ``known`` are allowed besides the parameters.
+    key; with None the node is only checked. The parameters of ``common`` are allowed besides those
+    of the class.
     """
     label = label or where
     if isinstance(node, list):
@@ -103,10 +104,14 @@ def build_part(
     nested = {key: node[key] for key in (*plain, *objects) if _has_part(node.get(key))}
     values = {key: value for key, value in node.items() if key not in ("_target_", *nested)}
     if runtime is None:  # values are checked once: a configuration that is built was checked
-        given, also = FILLED.get(where.partition(".")[0], set()), {*nested, *known}
-        check_values(
-            cls, values, where, f"{label} (class {node['_target_']})", given=given, also=also
+        given, named = (
+            FILLED.get(where.partition(".")[0], set()),
+            f"{label} (class {node['_target_']})",
         )
+        also = {*nested, *(signature_of(common).plain if common else ())}
+        check_values(cls, values, where, named, given=given, also=also)
+        for error in errors_of(common, values, f"{where}.") if common else ():
+            raise UserError(error)
     for key, part in nested.items():
         hint, at = objects.get(key), f"{where}.{key}"  # its class, or that of its items
         inside = next((c for c in (hint, *get_args(hint)) if isinstance(c, type)), base)
@@ -130,17 +135,12 @@ def build_part(
 def check_class(cls: type, base: type | None, at: str) -> None:
     if base is None:
         return
+    name, path = base.__name__, f"{base.__module__}.{base.__name__}"
     if not issubclass(cls, base):
-        raise UserError(
-            f"{at} is not a {base.__name__}: name a class that subclasses"
-            f" {base.__module__}.{base.__name__}"
-        )
+        raise UserError(f"{at} is not a {name}: name a class that subclasses {path}")
     if isabstract(cls):
         lacking = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
-        raise UserError(
-            f"{at} is not a {base.__name__}: it lacks {lacking};"
-            f" see {base.__module__}.{base.__name__}"
-        )
+        raise UserError(f"{at} is not a {name}: it lacks {lacking}; see {path}")
 
 
 def _has_part(value: Any) -> bool:

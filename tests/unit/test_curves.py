@@ -13,7 +13,7 @@ from experiments.pipelines.batch_curves import (
     curves_markdown,
     curves_png,
 )
-from specdec.cli.batch_sizes import compose_curves
+from specdec.cli.compare import compose_curves
 from specdec.metrics import RunTotals, summarise
 from strategies.specpipe_db import _FittedCost
 from tests.unit.test_metrics import make_result
