@@ -80,7 +80,8 @@ Figures = Mapping[str, tuple[Item, Findings]]
 def filled(text: str, figures: Figures) -> str:
     """A sentence with figures in place of ``{claim}`` or ``{claim: words of their conditions}``.
 
-    Without words the figures are those that decide the claim's verdict.
+    Without words the figures are those that decide the claim's verdict. Words are separated by
+    " & "; conditions must not have those with "!" before them.
 
     Raises:
         UserError: a name is no claim with such a figure.
@@ -93,12 +94,16 @@ def filled(text: str, figures: Figures) -> str:
         shown = claim_verdict(claim, findings.measures)[2] if claim else []
         if claim and words:
             of = of_claim(findings.measures, claim.id)
-            shown = [m for m in of if all(part in m.conditions for part in words.split(" & "))]
+            shown = [m for m in of if all(_says(m.conditions, w) for w in words.split(" & "))]
         if claim is None or not shown:
             raise UserError(f"{match[0]} in {text[:60]!r} is no claim with a figure")
         return span_of(claim, shown)
 
     return re.sub(r"\{([a-z0-9_/]+)(?:: ([^}]+))?\}", figure, text)
+
+
+def _says(conditions: str, words: str) -> bool:
+    return (words.removeprefix("!") in conditions) != words.startswith("!")
 
 
 def claim_rows(item: Item, findings: Findings) -> list[list[str]]:
