@@ -5,15 +5,15 @@ groups of ranks of its parent. ``multiprocessing``'s forkserver lacks two things
 children behind when the parent is killed, and it runs the user's main script again in every child,
 which fails for scripts without an ``if __name__ == "__main__"`` guard.
 
-``launch`` runs this module with one end of a socket pair as standard input. Each byte there comes
-with a socket of its own, for one group of ranks, and makes this process fork the group's keeper,
-which forks the ranks and kills those that remain, stopped ones included, when its socket closes,
-that is when rank 0 closes it or dies. On the group's socket rank 0 sends one JSON line with the
-keys of ``Request``; the keeper answers with a line per event: {"keeper": pid, "pids": [...]} after
-forking, in the order of ranks, then {"rank": r, "status": s} per ended rank (negative: signal).
+``launch`` runs this module with one end of a socket pair as standard input, and sends a further
+socket through it for each group of ranks. This process then forks the parent of the group's ranks,
+which it calls the keeper: it forks the ranks, and kills those that remain, stopped ones included,
+when its socket closes, that is when rank 0 closes it or dies. On that socket rank 0 sends one JSON
+line with the keys of ``Request``. The keeper answers with a line per event: {"keeper": pid, "pids":
+[...]} after forking, in the order of ranks, then {"rank": r, "status": s} per ended rank (negative:
+signal).
 """
 
-import gc
 import json
 import os
 import selectors
@@ -63,7 +63,6 @@ def main() -> int:
 
 
 def _keep_and_exit(connection: socket.socket) -> NoReturn:
-    gc.freeze()  # what the parent was holding is not for this process to tidy up
     with connection.makefile("r", encoding="utf-8") as lines:
         request: Request = json.loads(lines.readline())
     logs = Path(request["logs"])
@@ -72,14 +71,14 @@ def _keep_and_exit(connection: socket.socket) -> NoReturn:
     os.environ.update(request["environment"])
     sys.path[:] = request["path"]
     ranks: dict[int, int] = {}
-    for rank in range(1, request["size"]):
-        pid = os.fork()
-        if pid == 0:
-            connection.close()  # so that rank 0 sees when the keeper dies
-            _run_rank(rank, request)
-        ranks[pid] = rank
     closed = True
     try:
+        for rank in range(1, request["size"]):
+            pid = os.fork()
+            if pid == 0:
+                connection.close()  # so that rank 0 sees when the keeper dies
+                _run_rank(rank, request)
+            ranks[pid] = rank
         closed = _watch(connection, ranks)
     except (BrokenPipeError, ConnectionResetError):
         pass  # rank 0 has died

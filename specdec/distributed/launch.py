@@ -24,9 +24,10 @@ _MODULE = "specdec.distributed.fork_server"
 
 
 class _ForkServer:
-    """This process's ``fork_server``: a fork of it while it has one thread, else a new process.
+    """This process's ``fork_server``.
 
-    The first saves seconds of imports, the second is what a notebook or a test process needs.
+    While this process has a single thread it is forked, which saves seconds of imports. A process
+    with threads, such as a notebook's, cannot be forked safely and starts a new interpreter.
     """
 
     def __init__(self) -> None:
@@ -57,8 +58,8 @@ class _ForkServer:
         if pid:
             return pid
         try:
-            gc.freeze()
-            os.setsid()
+            gc.freeze()  # objects of the parent must not close files under reused numbers
+            os.setsid()  # Ctrl-C in the terminal reaches rank 0 only
             for target, source in ((0, control), (1, self.log.fileno()), (2, self.log.fileno())):
                 os.dup2(source, target)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks and pipes of this process
