@@ -271,7 +271,8 @@ def _weights(
 ) -> tuple[FloatArray, FloatArray]:
     """Bounds the unnormalised probabilities for logits within ``error``, float64[V] each.
 
-    The lower bound is 0 for a token that a filter may remove, the upper for one that it must.
+    A token that top-k or top-p may remove, for some logits within ``error``, has the lower bound 0;
+    one that is removed for all of them has the upper bound 0 too.
     """
     weights = np.exp((logits - logits.max()) / params.temperature)
     swing = np.exp(min(error / params.temperature, 50.0))

@@ -93,7 +93,15 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
     conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
     records, name = tuple(decoding.records.values()), runner.name
-    result = Result(output_dir, name, name, cfg, records, summary, conditions)
+    result = Result(
+        folder=output_dir,
+        name=name,
+        strategy=name,
+        config=cfg,
+        records=records,
+        summary=summary,
+        conditions=conditions,
+    )
     write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})

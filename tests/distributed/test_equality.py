@@ -245,7 +245,7 @@ def test_the_head_counts_in_a_balanced_split() -> None:
 
 @pytest.mark.distributed
 def test_fewer_ranks_join_a_running_group(keep_ranks: Callable[..., None]) -> None:
-    """They start no processes, and only the processes of their own ranks are theirs."""
+    """The smaller executor starts no process, and its ``pids`` are those of its own ranks."""
     keep_ranks()
     many = GroupHandle(3, threads=1)
     with runner(config("ar", 2, distributed=True)) as few:
