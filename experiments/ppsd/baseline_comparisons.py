@@ -13,6 +13,13 @@ from experiments.reproduce.drawing import line_chart
 from experiments.reproduce.findings import Findings
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab
+from experiments.reproduce.pacing import add_paced
+
+_MEASURED = {  # column -> metric
+    **{"runtime": "runtime", "tokens/s": "tokens_per_s", "over ar": "speedup_wall"},
+    **{"accepted / judged": "acceptance_rate_verified", "tokens per answer": "acceptance_length"},
+    "loop_share": "loop_share",
+}
 
 
 def against_others(item: Item, lab: Lab) -> Findings:
@@ -50,6 +57,34 @@ def against_others(item: Item, lab: Lab) -> Findings:
     )
     findings.table("Stated cells", columns, rows)
     rival_runs(item, lab, findings, config["runs"])
+    return findings
+
+
+def real_model(item: Item, lab: Lab) -> Findings:
+    """PPSD and EESD on a real model and its heads: simulated, measured on one device, and paced.
+
+    Keys: ``runs`` (see ``rival_runs``), ``measured`` (``words`` of a comparison, and the ``row``
+    whose speed-up over plain decoding is that of ``claim``), ``paced`` (see ``add_paced``).
+    """
+    findings, config = Findings(), item.config
+    runs, measured = config["runs"], config["measured"]
+    rival_runs(item, lab, findings, runs)
+    table = []
+    for name, overrides in runs["data"].items():
+        words = [*measured["words"], *runs["model"], *overrides, *size_overrides(item, lab)]
+        rows = {row["strategy"]: row for row in lab.compare(words)["rows"]}
+        for strategy, row in rows.items():
+            cells = (row.get(key) for key in _MEASURED.values())
+            table.append((name, strategy, *cells, row["num_differing"] == 0))
+        row = rows[measured["row"]]
+        ends = tuple(row["speedup_wall_interval"])
+        found = {"kind": runs["kind"], "loops": row["loop_share"], "interval": ends}
+        where = f"{runs['target']}, {name}, one device"
+        findings.add(measured["claim"], row["speedup_wall"], "measured", where, **found)
+    columns = ("data", "row", *_MEASURED, "tokens as the first row")
+    findings.table("On one device of this machine (measured)", columns, table)
+    if lab.paced:
+        add_paced(config["paced"], lab, findings)
     return findings
 
 

@@ -25,7 +25,6 @@ from specdec.clocks.build import build_profile
 from specdec.metrics.rates import judged
 
 _LAYERS = 24  # of the bundled target
-_STAGES = 8  # of Table 2's runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def exit_run(
     profile = write_profile(
         lab.folder, target_ms=pass_ms, stages=stages, draft_ms=0.0, transfer_ms=transfer_ms
     )
-    common = _common(item, lab, stages, profile, overrides)
+    common = ["model=tiny", *_common(item, lab, stages, profile, overrides)]
     plain = lab.run(["strategy=ar", "executor=pipeline", *common])
     head = head or ("norm" if exit_layer == _LAYERS // 2 else "transformer")
     chosen = [f"model.exit_layer={exit_layer}", f"model.exit_head={head}"]
@@ -91,7 +90,7 @@ def _common(
     item: Item, lab: Lab, stages: int, profile: Path | str, overrides: Sequence[str]
 ) -> list[str]:
     return [
-        *("model=tiny", SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
+        *(SIMULATED, f"clock.profile={profile}", f"executor.stages={stages}"),
         *(*size_overrides(item, lab), "threads=1", "serving.first_fill=alone", *overrides),
     ]
 
@@ -193,19 +192,21 @@ def draft_length_runs(
 
 
 def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, Any]) -> None:
-    """Table 2's methods on the bundled target and its heads: 8 stages for every row (simulated).
+    """Table 2's methods on one target and its heads, with equal stages for every row (simulated).
 
-    Medusa submits its whole tree to the pipeline at once. Keys: ``rows`` (name -> overrides),
-    ``data`` (name -> overrides), ``pass_ms``, ``paid`` (a profile that prices heads and output
-    matrices), ``faster`` (claim -> [row, other]).
+    Medusa submits its whole tree to the pipeline at once. Keys: ``target`` (its name), ``kind`` (of
+    the verdicts), ``model`` (overrides), ``stages``, ``rows`` (name -> overrides), ``data`` (name
+    -> overrides), ``pass_ms``, ``paid`` (a profile that prices heads and output matrices),
+    ``faster`` (claim -> [row, other]), ``over_plain`` (claim -> row).
     """
+    target, stages, kind = config["target"], config["stages"], config["kind"]
     free = write_profile(
-        lab.folder, target_ms=config["pass_ms"], stages=_STAGES, draft_ms=0.0, transfer_ms=0.0
+        lab.folder, target_ms=config["pass_ms"], stages=stages, draft_ms=0.0, transfer_ms=0.0
     )
     profiles = {"heads at no cost": free, "heads paid": config["paid"]}
     table, laws = [], []
     for (name, overrides), (label, profile) in product(config["data"].items(), profiles.items()):
-        common = _common(item, lab, _STAGES, profile, overrides)
+        common = [*config["model"], *_common(item, lab, stages, profile, overrides)]
         plain = lab.run(["strategy=ar", "executor=pipeline", *common])
         runs = {row: lab.run([*chosen, *common]) for row, chosen in config["rows"].items()}
         for row, run in runs.items():
@@ -214,28 +215,38 @@ def rival_runs(item: Item, lab: Lab, findings: Findings, config: Mapping[str, An
             cells = (s["acceptance_rate_verified"], per_answer, *speed_ratio(run, plain))
             table.append((name, label, row, *cells, s["loop_share"]))
             if row == "PPSD":
-                price = build_profile(run.config["clock"]).ms
-                stage, leave, output = (price(k, 1) for k in (Work.STAGE, Work.EXIT, Work.HEAD))
-                accepted, rejected = free_costs_ms(_STAGES, stage, leave, output)
-                later = s["new_tokens"] / s["num_prompts"] - 2  # the second token passes alone
-                spent = rejected + later * (cells[0] * accepted + (1 - cells[0]) * rejected)
-                form = walk_ms(_STAGES, stage, output) * (later + 1) / spent
-                ratio, law = cells[2], s["speedup_law"]
+                ratio, law, form = cells[2], s["speedup_law"], _closed_form(run, stages, cells[0])
                 laws.append((name, label, cells[0], ratio, law, ratio / law, form, ratio / form))
+        where = f"{target}, {name}, {label}"
+        for claim, ours in config.get("over_plain", {}).items():
+            ratio, *ends = speed_ratio(runs[ours], plain)
+            loops = runs[ours].summary["loop_share"]
+            found = {"kind": kind, "loops": loops, "interval": tuple(ends)}
+            findings.add(claim, ratio, "simulated", where, **found)
         for claim, (ours, other) in config["faster"].items():
             ratio, low, high = speed_ratio(runs[ours], runs[other])
             ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
-            text = f"bundled target, {name}, {label}: {ratio:.2f}x{ends}"
             loops = runs[ours].summary["loop_share"]
-            findings.add(claim, surely(low, high), "simulated", text, loops=loops)
+            text = f"{where}: {ratio:.2f}x{ends}"
+            findings.add(claim, surely(low, high), "simulated", text, kind=kind, loops=loops)
     columns = (
         *("data", "profile", "row", "accepted / judged", "tokens per answer", "speed-up"),
         *("95 % from", "to", "loop_share"),
     )
-    title = f"On the bundled target, {_STAGES} stages for every row (simulated)"
+    title = f"On {target}, {stages} stages for every row (simulated)"
     findings.table(title, columns, table)
     columns = (
         *("data", "profile", "alpha", "speed-up", "Eq. 6", "run / Eq. 6"),
         *("closed form", "run / closed form"),
     )
     findings.table("PPSD, free running, against Eq. 6 and its closed form", columns, laws)
+
+
+def _closed_form(run: Outcome, stages: int, alpha: float) -> float:
+    """PPSD's speed-up where ranks run free, by the prices of the run's profile."""
+    profile, s = build_profile(run.config["clock"]), run.summary
+    stage, leave, output = (profile.ms(k, 1) for k in (Work.STAGE, Work.EXIT, Work.HEAD))
+    accepted, rejected = free_costs_ms(stages, stage, leave, output)
+    later = s["new_tokens"] / s["num_prompts"] - 2  # the second token passes alone
+    spent = rejected + later * (alpha * accepted + (1 - alpha) * rejected)
+    return walk_ms(stages, stage, output) * (later + 1) / spent

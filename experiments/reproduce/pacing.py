@@ -19,7 +19,8 @@ def add_paced(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
     Args:
         config: ``words`` (overrides of ``specdec compare``), ``where`` (conditions as text),
             ``ratios`` (claim -> [slow, fast], two strategies), ``follows`` (claim -> a strategy
-            whose speed-up over ``ar`` should be within 5 per cent of its law's).
+            whose speed-up over ``ar`` should be within 5 per cent of its law's), ``pair`` and
+            ``kind`` of verdicts if the pair is not the bundled one.
     """
     compared = lab.compare(config["words"])
     rows = {row["strategy"]: row for row in compared["rows"]}
@@ -54,9 +55,13 @@ def add_paced(config: Mapping[str, Any], lab: Lab, findings: Findings) -> None:
         ours, other = ([r.result for r in records if r.strategy == n] for n in (fast, slow))
         ends = speed_ratio_interval(ours, other) or (None, None)
         value = rows[slow]["tbt_ms_mean"] / rows[fast]["tbt_ms_mean"]
-        loops, text = rows[fast]["loop_share"], f"bundled pair, {config['where']}"
+        loops, text = (
+            rows[fast]["loop_share"],
+            f"{config.get('pair', 'bundled pair')}, {config['where']}",
+        )
         if claim in config.get("ratios", {}):
-            findings.add(claim, value, "paced", text, loops=loops, interval=ends)
+            kind = config.get("kind", "")
+            findings.add(claim, value, "paced", text, kind=kind, loops=loops, interval=ends)
             continue
         law = rows[fast]["speedup_law"]
         text += f": {value:.2f}x, law {law:.2f}x, wall over theory {value / law:.2f}"

@@ -4,7 +4,7 @@ A norm head is a norm and an output matrix; a transformer head has a decoder lay
 kind before them (PPSD 5.3), which a runner treats as the last layer of a model of ``layer`` + 1.
 
 Heads may predict a draft vocabulary: their output matrix has a row for each of its tokens, and
-``output.ids`` are the ids in the target. A matrix that a folder's heads share is stored once.
+``output.ids`` are the ids in the target. Heads without a matrix of their own use the target's rows.
 
 Shape letters: R rows, E hidden size, V vocabulary, U draft vocabulary.
 """
@@ -32,8 +32,8 @@ from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_
 class HeadWeights:
     kind: str  # "norm" or "transformer" (``model.exit_head``)
     layer: int
-    # ``norm.weight``, ``output.weight`` (default: the target's matrix), ``output.ids`` (default:
-    # all tokens) and, for a transformer head, ``layer.*`` with the target's parameter names
+    # ``norm.weight``, ``output.weight`` (default: the target's rows), ``output.ids`` (default: all
+    # tokens) and, for a transformer head, ``layer.*`` with the target's parameter names
     tensors: Mapping[str, Tensor]
 
     @classmethod
@@ -64,15 +64,15 @@ VOCABULARY = "vocabulary.safetensors"
 
 
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
-    """Reads a head's weights by name, with an output matrix that the folder shares; ``expected`` is
-    in its metadata.
+    """Reads a head's weights by name, with a draft vocabulary that the folder shares; ``expected``
+    is in its metadata.
     """
     tensors, metadata = _read(path)
     stored = {key: metadata.get(key) for key in expected}
     if stored != {key: str(value) for key, value in expected.items()}:
         name = "-".join(map(str, stored.values()))
         raise UserError(f"{path.name} of model.exit_heads contains the head {name}; rename it")
-    if metadata.get("reduced") == "True" and "output.weight" not in tensors:
+    if metadata.get("reduced") == "True" and "output.ids" not in tensors:
         shared = path.with_name(VOCABULARY)
         if not shared.is_file():
             raise UserError(
@@ -100,9 +100,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, 
     write_bytes(path, save(dict(tensors), metadata=metadata))
 
 
-def save_vocabulary(ids: Tensor, matrix: Tensor, folder: Path) -> None:
-    """Writes an output matrix [U, E] that all heads of a folder share; another one is refused."""
-    stored = {"output.ids": ids.int().cpu(), "output.weight": matrix.detach().bfloat16().cpu()}
+def save_vocabulary(ids: Tensor, folder: Path) -> None:
+    """Writes the draft vocabulary that all heads of a folder share; another one is refused."""
+    stored = {"output.ids": ids.int().cpu()}
     path = folder / VOCABULARY
     if path.is_file() and not torch.equal(_read(path)[0]["output.ids"], stored["output.ids"]):
         raise UserError(

@@ -112,6 +112,9 @@ class MedusaHead:
         ids, self.places = loaded.pop("output.ids", None), None
         if ids is not None:
             self.places = places_of(weights["output.ids"], matrix.shape[0]).to(matrix.device)
+            loaded.setdefault(
+                "output.weight", matrix[weights["output.ids"].long().to(matrix.device)]
+            )
             shapes["output.weight"] = torch.Size((len(ids), width))
         for name, weight in loaded.items():
             if weight.shape != shapes.get(name):

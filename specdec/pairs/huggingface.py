@@ -286,6 +286,8 @@ class HuggingFacePair(ModelPair):
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have
             output = self.part(self.num_layers - 1, self.num_layers).get_output_embeddings().weight
+            if (ids := weights.tensors.get("output.ids")) is not None:
+                output = output[ids.to(output.device, torch.long)]
             weights = replace(weights, tensors={**weights.tensors, "output.weight": output})
         model = head_model(template, weights)
         if weights.kind == "norm":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec.policies.beam import BestOfBeam
     from specdec.policies.best_first import BestFirst
     from specdec.policies.chain import Chain, RootOnly
+    from specdec.policies.cost_sized import CostSized
     from specdec.policies.static import Static
     from specdec.policies.tree_growth import FixedWidth
 

@@ -116,7 +116,7 @@ class BestFirst(TreePolicy):
             growing = requests
             rounds = itertools.count() if self._complete else range(self.d or 0)
             for _ in rounds:
-                growing = self._grow(state, source, growing, unanswered, self.min_mass)
+                growing = self._grow(state, source, growing, unanswered, paying=True)
                 if not growing:
                     break
                 self.expansions["between"] += 1
@@ -126,7 +126,7 @@ class BestFirst(TreePolicy):
             self.expansions["between"] += bool(short)
         late = requests if self.asynchronous and self.min_mass else []
         for _ in range(self.bs - 1):  # deeper nodes could not be submitted
-            if not (late := self._grow(state, source, late, unanswered, self.min_mass)):
+            if not (late := self._grow(state, source, late, unanswered, paying=True)):
                 break
             self.expansions["between"] += 1
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
@@ -149,10 +149,11 @@ class BestFirst(TreePolicy):
         source: TokenSource,
         requests: list[RequestState],
         unanswered: dict[int, IntArray],
-        min_mass: float = 0.0,
+        *,
+        paying: bool = False,
     ) -> list[RequestState]:
-        """Expands the ``w`` most probable leaves of each request, unless their total probability is
-        below ``min_mass``, in one call of the source.
+        """Expands the ``w`` most probable leaves of each request, or only those that ``_pays``, in
+        one call of the source.
 
         ``unanswered`` collects the slots, by request id, without candidates in this call of the
         policy. Returns the requests that had leaves to expand.
@@ -160,9 +161,9 @@ class BestFirst(TreePolicy):
         leaves = []
         for request in requests:
             excluded = unanswered.get(request.id, NO_SLOTS)
-            least = self._least_score(request.tree)
+            least = self._least_score(request)
             slots = best_leaves(request, self.w, excluded=excluded, min_score=least)
-            if len(slots) and (not min_mass or _mass(request.tree, slots) >= min_mass):
+            if len(slots) and (not paying or self._pays(request, slots)):
                 leaves.append((request, slots))
         if not leaves:
             return []
@@ -173,7 +174,12 @@ class BestFirst(TreePolicy):
                 unanswered[request.id] = np.concatenate([excluded, slots[counts == 0]])
         return [request for request, _ in leaves]
 
-    def _least_score(self, tree: TokenTree) -> float:
+    def _pays(self, request: RequestState, leaves: IntArray) -> bool:
+        """Returns whether the expansion of these leaves, slots, is worth a pass of the source."""
+        return not self.min_mass or mass(request.tree, leaves) >= self.min_mass
+
+    def _least_score(self, request: RequestState) -> float:
+        tree = request.tree
         if not self._complete or _num_available(tree) < self.bs:
             return self._min_score
         # Children of the last of the bs best score no more than it does, so it needs none.
@@ -184,7 +190,8 @@ class BestFirst(TreePolicy):
         return max(float(np.nextafter(last, np.inf)), self._min_score)
 
 
-def _mass(tree: TokenTree, slots: IntArray) -> float:
+def mass(tree: TokenTree, slots: IntArray) -> float:
+    """Returns the sum of the probabilities of nodes."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 

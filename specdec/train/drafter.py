@@ -61,8 +61,8 @@ class Drafter(nn.Module, ABC):
 class OutputOptions:
     """The section ``output``."""
 
-    # "shared": the target's output matrix, or its rows of ``vocabulary``, which are stored once per
-    # folder and not trained; "own": every head trains a copy.
+    # "shared": the target's output matrix, or its rows of ``vocabulary``, neither stored nor
+    # trained; "own": every head trains a copy.
     matrix: Literal["shared", "own"] = "shared"
     # Number of tokens that can be drafted, the most frequent ones in the training answers.
     vocabulary: Count | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import time
@@ -120,20 +121,28 @@ class Fit:
         write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
 
     def estimate(self) -> str:
-        """Times a step without an update, on the next batch; returns what the rest will cost."""
+        """Times a step on the next batch and undoes it; returns what the rest will cost."""
+        before = [weight.detach().clone() for weight in self._weights]
+        states = copy.deepcopy([optimizer.state_dict() for optimizer in self._optimizers])
         began = time.monotonic()
         self._loss(self.state.step).backward()  # type: ignore[no-untyped-call]
-        for weight in self._weights:
-            weight.grad = None
-        seconds = time.monotonic() - began
-        per_position = seconds / self.windows.size(self.state.step)
+        computed = time.monotonic()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        per_update = time.monotonic() - computed
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, before)
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        per_position = (computed - began) / self.windows.size(self.state.step)
         ahead = np.linspace(self.state.step, max(self.state.step, self.steps - 1), 50)
         mean = float(np.mean([self.windows.size(int(step)) for step in ahead]))
-        left = self.steps - self.state.step
+        left, per_step = self.steps - self.state.step, per_position * mean + per_update
         trained = sum(weight.numel() for weight in self._weights)
         return (
             f"{trained / 1e6:.1f} M trained weights, {left} steps of {mean:.0f} positions, about"
-            f" {per_position * mean:.2f} s each: {_duration(left * per_position * mean)} in all;"
+            f" {per_step:.2f} s each: {_duration(left * per_step)} in all;"
             f" peak memory about {(_peak_bytes(self.target) + 8 * trained) / 1e9:.1f} GB"
         )
 

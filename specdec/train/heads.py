@@ -167,8 +167,7 @@ class StreamHeads(Drafter):
             save_tensors(tensors, folder / f"{head.file}.safetensors", about)
         output = self.outputs[0]
         if output.ids is not None and not output.own:
-            assert output.weight is not None
-            save_vocabulary(output.ids, output.weight, folder)
+            save_vocabulary(output.ids, folder)
 
 
 class ExitDrafter(StreamHeads):

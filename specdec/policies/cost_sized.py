@@ -1,0 +1,217 @@
+"""Trees that are as large as pays, by what rows and draft passes cost and have gained so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from specdec.interfaces import TokenSource
+from specdec.parts.fields import Count, validated
+from specdec.policies.best_first import BestFirst, mass
+from specdec.policies.tree_growth import as_nodes, best_unsubmitted, ready_requests
+from specdec.state import DecodeState, RequestState
+from specdec.types import FloatArray, IntArray, Nodes
+
+_FADE = 0.9  # factor by which each round lowers the weight of a request's older ones
+_FADE_ALL = 0.98  # likewise for the means over all requests
+_PRIOR = 4.0  # weight of other requests, in rounds
+_OUTLIER = 3.0  # a pass's time counts as at most this multiple of the expected one
+_RETRY = 16  # rounds without drafts after which one is drafted again
+_ROOT_ONLY, _SMALL = (0, 1), (1, 4)  # draft passes and nodes
+
+
+@dataclass(slots=True)
+class _Share:
+    """Accepted tokens per unit of expected ones, over rounds with fading weights."""
+
+    fade: float
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def add(self, accepted: float, expected: float) -> None:
+        self.accepted = self.fade * self.accepted + accepted
+        self.expected = self.fade * self.expected + expected
+
+    def value(self, prior: float) -> float:
+        return (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR)
+
+
+@dataclass(slots=True)
+class _Line:
+    """A least-squares line of times over numbers of rows, with fading weights."""
+
+    sums: FloatArray = field(default_factory=lambda: np.zeros(5))  # of 1, x, y, x x, x y
+
+    def add(self, x: float, y: float) -> None:
+        if self.sums[0] > 2:
+            y = min(y, _OUTLIER * max(self.at(x), 1e-9))
+        self.sums = _FADE_ALL * self.sums + np.array([1.0, x, y, x * x, x * y])
+
+    @property
+    def slope(self) -> float:
+        n, x, y, xx, xy = self.sums
+        spread = n * xx - x * x
+        return max(0.0, float((n * xy - x * y) / spread)) if spread > 1e-6 * n * n else 0.0
+
+    def at(self, x: float) -> float:
+        n, mean_x, mean_y = self.sums[:3]
+        return float((mean_y + self.slope * (n * x - mean_x)) / n)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What a round of a request has used."""
+
+    answers: int  # of the request before it
+    began_s: float
+    submitted_s: float
+    num_tokens: int  # of the output before it
+    rows: int  # of all requests in its pass
+    node_mass: float
+    leaf_mass: list[float]  # of the leaves of each expansion
+
+
+@dataclass(slots=True)
+class _Record:
+    nodes: _Share
+    leaves: list[_Share]  # by number of the expansion in its round
+    last: _Round | None = None
+    expanded: list[float] = field(default_factory=list)  # ``leaf_mass`` of the coming round
+    undrafted: int = 0  # consecutive rounds
+
+
+class CostSized(BestFirst):
+    """The most probable subgraph, each round as deep and as large as pays; perhaps the root alone.
+
+    The rate of tokens per second is greatest if a tree has exactly what gains more tokens than the
+    rate times what it costs (Dinkelbach's rule for ratios). A node of probability p gains p, and
+    costs the slope of the target's pass over its rows. The k-th expansion gains a token where k or
+    more drafted tokens are accepted, so in proportion to the total probability of its leaves; it
+    costs a pass of the source and the rows that expansions have added. Both gains are multiplied by
+    the accepted tokens per expected one so far, of the request and, as four rounds, of all
+    requests: probabilities of a draft are not the target's.
+
+    Times are those of the run's clock, of rounds that have ended. The first rounds have given
+    sizes, which shows what rows cost (in a measured run they are in the warm-up). A request that
+    has not drafted for 16 rounds drafts once. The rule is meant for one request at a time: requests
+    in one pass share its time.
+
+    Args:
+        bs, w, d, children: as of ``BestFirst``; the largest tree.
+    """
+
+    @validated
+    def __init__(
+        self, *, bs: Annotated[int, Field(ge=2)], w: Count, d: Count, children: Count | None = None
+    ) -> None:
+        super().__init__(bs=bs, w=w, d=d, children=children)
+        whole = (d, bs)
+        self._first = [_ROOT_ONLY, whole, _SMALL, whole, _ROOT_ONLY, (d, bs // 2), (2, 6)]
+        self._records: dict[int, _Record] = {}
+        self._nodes = _Share(_FADE_ALL, 1.0, 1.0)
+        self._leaves = [_Share(_FADE_ALL, 1.0, 1.0) for _ in range(d)]
+        self._pass, self._draft = _Line(), _Line()  # seconds over rows, and over expansions
+        self._rate = _Share(_FADE_ALL)  # tokens per second
+        self._added = _Share(_FADE_ALL)  # rows per expansion
+        self._given = True
+
+    def open(self, request: RequestState) -> None:
+        shares = [_Share(_FADE) for _ in self._leaves]
+        self._records[request.id] = _Record(_Share(_FADE), shares)
+
+    def close(self, request_id: int) -> None:
+        self._records.pop(request_id, None)
+
+    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
+        requests, began = ready_requests(state, serial=True), state.clock.now()
+        if not requests:
+            return Nodes(())
+        self._learn(requests, began)
+        growing, unanswered, passes = requests, dict[int, IntArray](), 0
+        depth, size = self._size(requests)
+        for request in requests:
+            self._records[request.id].expanded = []
+        while passes < depth and growing:
+            growing = self._grow(state, source, growing, unanswered, paying=True)
+            passes += bool(growing)
+        self.expansions["between"] += passes
+        drafted = state.clock.now()
+        chosen = [(r, best_unsubmitted(r.tree, size, self._least_score(r))) for r in requests]
+        rows = sum(len(slots) for _, slots in chosen)
+        if passes:
+            self._draft.add(passes, drafted - began)
+            self._added.add(rows - len(requests), passes)
+        for request, slots in chosen:
+            record = self._records[request.id]
+            record.undrafted = 0 if len(slots) > 1 else record.undrafted + 1
+            total = mass(request.tree, slots) - 1.0  # the root's is 1
+            used = (rows, total, record.expanded)
+            record.last = _Round(
+                request.counters.answers, began, drafted, len(request.output), *used
+            )
+        return as_nodes(chosen)
+
+    def notes(self) -> list[str]:
+        if not self._pass.sums[0]:
+            return []
+        first, row = 1e3 * self._pass.at(1), 1e3 * self._pass.slope
+        text = f"cost_sized: a pass {first:.2f} ms, each further row {row:.2f} ms"
+        if self._draft.sums[0]:
+            text += f", a draft pass {1e3 * self._draft_s:.2f} ms"
+        return [f"{text}; {self._added.value(0.0):.1f} rows per draft pass"]
+
+    def _size(self, requests: list[RequestState]) -> tuple[int, int]:
+        """Returns the largest depth and number of nodes; given ones are reached whatever pays."""
+        self._given = True
+        if self._first:
+            return self._first.pop(0)
+        if any(self._records[request.id].undrafted >= _RETRY for request in requests):
+            return _SMALL
+        self._given = False
+        return self.d or 0, self.bs
+
+    @property
+    def _draft_s(self) -> float:
+        passes, seconds = self._draft.sums[1:3]
+        return float(seconds / passes) if passes else 0.0
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._rate.accepted / self._rate.expected if self._rate.expected else 0.0
+
+    def _pays(self, request: RequestState, leaves: IntArray) -> bool:
+        record, total = self._records[request.id], mass(request.tree, leaves)
+        number = len(record.expanded)
+        others = self._leaves[number]
+        gain = total * record.leaves[number].value(others.accepted / others.expected)
+        cost = self._draft_s + self._added.value(1.0) * self._pass.slope
+        if self._given or gain >= self._tokens_per_s * cost:
+            record.expanded.append(total)
+            return True
+        return False
+
+    def _least_score(self, request: RequestState) -> float:
+        if self._given:
+            return -np.inf
+        share = self._records[request.id].nodes.value(self._nodes.accepted / self._nodes.expected)
+        least = self._tokens_per_s * self._pass.slope / max(share, 1e-9)
+        return float(np.log(least)) if 0.0 < least < 1.0 else -np.inf if least <= 0.0 else 0.0
+
+    def _learn(self, requests: list[RequestState], now: float) -> None:
+        for request in requests:
+            record = self._records[request.id]
+            used, record.last = record.last, None
+            if used is None or request.counters.answers != used.answers + 1:  # another arm's round
+                continue
+            tokens = len(request.output) - used.num_tokens
+            for share in (record.nodes, self._nodes):
+                share.add(tokens - 1, used.node_mass)
+            for shares in (record.leaves, self._leaves):
+                for number, (share, total) in enumerate(zip(shares, used.leaf_mass, strict=False)):
+                    share.add(tokens - 1 > number, total)
+            self._rate.add(tokens, now - used.began_s)
+            if request is requests[0]:
+                self._pass.add(used.rows, now - used.submitted_s)

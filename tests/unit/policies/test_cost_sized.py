@@ -1,0 +1,90 @@
+"""Trees sized by cost: on a simulated clock, where every row and every draft pass has a price."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from specdec.clocks import CostCurve, LatencyProfile
+from specdec.policies import BestFirst, CostSized, RootOnly
+from specdec.policies.cost_sized import _Line
+
+from . import test_adaptive as bench
+
+LAWS = {
+    "good": bench.GOOD,
+    "fair": {**bench.GOOD, "top1": [0.6]},
+    "of two classes": {"weights": [0.5, 0.5], "top1": [0.9, 0.3], "decay": [2.0, 1.0]},
+}
+LAWS["of two classes"]["miss"] = [0.0, 0.3]
+
+
+def profile(row_ms: float, draft_ms: float) -> LatencyProfile:
+    costs = {
+        "stage": CostCurve(tokens=(1, 2), ms=(10.0, 10.0 + row_ms)),
+        "draft": CostCurve(tokens=(1,), ms=(draft_ms,)),
+    }
+    return LatencyProfile(name="priced", costs=costs)
+
+
+def seconds(policy, law, prices, monkeypatch) -> tuple[float, list[list[int]]]:
+    monkeypatch.setattr(bench, "DEAR", profile(*prices))
+    return bench.seconds(policy, law, num_requests=3, mixed=False)
+
+
+def sized() -> CostSized:
+    return CostSized(bs=32, w=4, d=8, children=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("law", "prices"),
+    [("good", (0.05, 1.0)), ("fair", (2.0, 1.0)), ("of two classes", (0.2, 8.0))],
+)
+def test_it_is_nearly_the_best_of_many_fixed_trees(law, prices, monkeypatch):
+    """The fixed ones are chosen afterwards, for this very text."""
+    plain, output = seconds(RootOnly(), LAWS[law], prices, monkeypatch)
+    fixed = []
+    for (bs, w), depth in product(((3, 1), (16, 4)), (1, 3, 8)):
+        policy = BestFirst(bs=bs, w=w, d=depth, children=4, min_prob=0.01, min_mass=0.2)
+        fixed.append(seconds(policy, LAWS[law], prices, monkeypatch)[0])
+    chosen, same = seconds(sized(), LAWS[law], prices, monkeypatch)
+    assert same == output
+    assert chosen < 1.07 * min(plain, *fixed)
+
+
+def test_where_drafts_are_useless_it_is_plain_decoding(monkeypatch):
+    """The source is sure of its tokens, and wrong."""
+    plain, output = seconds(RootOnly(), bench.HOPELESS, (0.5, 3.0), monkeypatch)
+    chosen, same = seconds(sized(), bench.HOPELESS, (0.5, 3.0), monkeypatch)
+    assert same == output
+    first_rounds = 3 * (8 * 3.0 + 31 * 0.5) / 1e3
+    assert chosen < 1.03 * plain + first_rounds
+
+
+def test_dear_rows_make_small_trees_and_dear_drafts_shallow_ones(monkeypatch):
+    rows, passes = {}, {}
+    for prices in ((0.1, 1.0), (2.0, 1.0), (0.1, 8.0)):
+        policy = sized()
+        seconds(policy, LAWS["fair"], prices, monkeypatch)
+        n, x = policy._pass.sums[:2]
+        rows[prices], passes[prices] = x / n, policy._draft.sums[1] / policy._draft.sums[0]
+    assert rows[2.0, 1.0] < 0.5 * rows[0.1, 1.0]
+    assert passes[0.1, 8.0] < 0.6 * passes[0.1, 1.0]
+
+
+def test_the_price_of_a_row_is_found(monkeypatch):
+    policy = sized()
+    seconds(policy, LAWS["fair"], (0.5, 3.0), monkeypatch)
+    (line,) = policy.notes()
+    assert "a pass 10.00 ms, each further row 0.50 ms, a draft pass 3.00 ms" in line
+
+
+def test_one_slow_pass_does_not_move_the_line():
+    rng, line = np.random.default_rng(0), _Line()
+    for number, rows in enumerate(rng.integers(1, 20, 60).tolist()):
+        line.add(rows, 10.0 + 0.5 * rows + (1000.0 if number == 30 else 0.0))
+    assert line.at(1) == pytest.approx(10.5, rel=0.1)
+    assert line.slope == pytest.approx(0.5, abs=0.2)
