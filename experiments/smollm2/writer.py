@@ -1,4 +1,4 @@
-"""Writes the target's own texts quickly: many prompts at once, in bfloat16.
+"""Writes the target's own texts quickly: many prompts at once.
 
     python -m experiments.smollm2.writer turns TURNS.jsonl [--number 2400]
     python -m experiments.smollm2.writer answers ANSWERS.jsonl --prompts PROMPTS.jsonl
@@ -9,9 +9,9 @@ their order, alternately greedy and at temperature 0.6 (``answers.sampling_of``)
 ended leaves its slot of the batch to the next prompt. The same command resumes
 after the texts that the file has.
 
-The passes are in bfloat16, three times as fast on a CPU that has its instructions, and the 40 most
-probable logits are computed again in float32 from the last hidden state. Texts therefore differ
-from those of the float32 target where two tokens are nearly as probable.
+On a CPU with bfloat16 instructions the passes are in bfloat16, three times as fast, and the 40 most
+probable logits are computed again in float32 from the last hidden state. Texts then differ from
+those of the float32 target where two tokens are nearly as probable.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from experiments.smollm2.answers import prompts_of, sampling_of
 from experiments.smollm2.prompts import USER_TURN
 from specdec.models.bundled import installed_path
 
+DTYPE = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 TOP = 40
 SLOTS, LENGTH = 96, 640
 MAX_PROMPT, MAX_NEW = 320, 256
@@ -55,12 +56,12 @@ class Writer:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
         self.table = model.lm_head.weight.detach()
-        self.model = model.to(torch.bfloat16).eval().requires_grad_(False)
+        self.model = model.to(DTYPE).eval().requires_grad_(False)
         config = model.config
         self.heads, self.size = config.num_key_value_heads, config.head_dim
         shape = (config.num_hidden_layers, SLOTS * self.heads, LENGTH, self.size)
-        self.keys = torch.zeros(shape, dtype=torch.bfloat16)
-        self.values = torch.zeros(shape, dtype=torch.bfloat16)
+        self.keys = torch.zeros(shape, dtype=DTYPE)
+        self.values = torch.zeros(shape, dtype=DTYPE)
         self.generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
@@ -74,7 +75,7 @@ class Writer:
         cos, sin = cos[:, None], sin[:, None]
         T = int(at_BS.max()) + 1
         visible = torch.arange(T) <= at_BS[:, :, None]
-        bias = torch.zeros(B, 1, S, T, dtype=torch.bfloat16).masked_fill(~visible[:, None], -1e9)
+        bias = torch.zeros(B, 1, S, T, dtype=DTYPE).masked_fill(~visible[:, None], -1e9)
         bias = bias.repeat(1, 1, self.model.config.num_attention_heads // self.heads, 1)
         caches = (rows_B[:, None] * self.heads + torch.arange(self.heads)).flatten()
         whole = B == SLOTS

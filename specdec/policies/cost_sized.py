@@ -20,12 +20,14 @@ _FADE_ALL = 0.98  # likewise for the means over all requests
 _PRIOR = 4.0  # weight of other requests, in rounds
 _OUTLIER = 3.0  # a pass's time counts as at most this multiple of the expected one
 _RETRY = 16  # rounds without drafts after which one is drafted again
-_ROOT_ONLY, _SMALL = (0, 1), (1, 4)  # draft passes and nodes
+_SMALL = (1, 4)  # draft passes and nodes
 
 
 @dataclass(slots=True)
 class _Share:
-    """Accepted tokens per unit of expected ones, over rounds with fading weights."""
+    """Accepted tokens per unit of expected ones, over rounds with fading weights: what is not
+    tried for long counts as the prior again.
+    """
 
     fade: float
     accepted: float = 0.0
@@ -92,7 +94,7 @@ class CostSized(BestFirst):
     more drafted tokens are accepted, so in proportion to the total probability of its leaves; it
     costs a pass of the source and the rows that expansions have added. Both gains are multiplied by
     the accepted tokens per expected one so far, of the request and, as four rounds, of all
-    requests: probabilities of a draft are not the target's.
+    requests, to which four rounds of 1 are added: probabilities of a draft are not the target's.
 
     Times are those of the run's clock, of rounds that have ended. The first rounds have given
     sizes, which shows what rows cost (in a measured run they are in the warm-up). A request that
@@ -108,11 +110,11 @@ class CostSized(BestFirst):
         self, *, bs: Annotated[int, Field(ge=2)], w: Count, d: Count, children: Count | None = None
     ) -> None:
         super().__init__(bs=bs, w=w, d=d, children=children)
-        whole = (d, bs)
-        self._first = [_ROOT_ONLY, whole, _SMALL, whole, _ROOT_ONLY, (d, bs // 2), (2, 6)]
+        # Cheap ones, so that a first trial is not what the policy is judged by.
+        self._first = [_SMALL, (2, 6), (0, 1), (3, 8)]
         self._records: dict[int, _Record] = {}
-        self._nodes = _Share(_FADE_ALL, 1.0, 1.0)
-        self._leaves = [_Share(_FADE_ALL, 1.0, 1.0) for _ in range(d)]
+        self._nodes = _Share(_FADE_ALL)
+        self._leaves = [_Share(_FADE_ALL) for _ in range(d)]
         self._pass, self._draft = _Line(), _Line()  # seconds over rows, and over expansions
         self._rate = _Share(_FADE_ALL)  # tokens per second
         self._added = _Share(_FADE_ALL)  # rows per expansion
@@ -160,7 +162,8 @@ class CostSized(BestFirst):
         first, row = 1e3 * self._pass.at(1), 1e3 * self._pass.slope
         text = f"cost_sized: a pass {first:.2f} ms, each further row {row:.2f} ms"
         if self._draft.sums[0]:
-            text += f", a draft pass {1e3 * self._draft_s:.2f} ms"
+            text += f", a draft pass {1e3 * self._draft.at(1):.2f} ms,"
+            text += f" a further one {1e3 * self._draft.slope:.2f} ms"
         return [f"{text}; {self._added.value(0.0):.1f} rows per draft pass"]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
@@ -174,20 +177,16 @@ class CostSized(BestFirst):
         return self.d or 0, self.bs
 
     @property
-    def _draft_s(self) -> float:
-        passes, seconds = self._draft.sums[1:3]
-        return float(seconds / passes) if passes else 0.0
-
-    @property
     def _tokens_per_s(self) -> float:
         return self._rate.accepted / self._rate.expected if self._rate.expected else 0.0
 
     def _pays(self, request: RequestState, leaves: IntArray) -> bool:
         record, total = self._records[request.id], mass(request.tree, leaves)
         number = len(record.expanded)
-        others = self._leaves[number]
-        gain = total * record.leaves[number].value(others.accepted / others.expected)
-        cost = self._draft_s + self._added.value(1.0) * self._pass.slope
+        gain = total * record.leaves[number].value(self._leaves[number].value(1.0))
+        cost = self._added.value(1.0) * self._pass.slope
+        if self._draft.sums[0]:  # the first expansion has what the source has to catch up
+            cost += self._draft.slope if number else self._draft.at(1)
         if self._given or gain >= self._tokens_per_s * cost:
             record.expanded.append(total)
             return True
@@ -196,7 +195,7 @@ class CostSized(BestFirst):
     def _least_score(self, request: RequestState) -> float:
         if self._given:
             return -np.inf
-        share = self._records[request.id].nodes.value(self._nodes.accepted / self._nodes.expected)
+        share = self._records[request.id].nodes.value(self._nodes.value(1.0))
         least = self._tokens_per_s * self._pass.slope / max(share, 1e-9)
         return float(np.log(least)) if 0.0 < least < 1.0 else -np.inf if least <= 0.0 else 0.0
 
@@ -209,9 +208,11 @@ class CostSized(BestFirst):
             tokens = len(request.output) - used.num_tokens
             for share in (record.nodes, self._nodes):
                 share.add(tokens - 1, used.node_mass)
-            for shares in (record.leaves, self._leaves):
-                for number, (share, total) in enumerate(zip(shares, used.leaf_mass, strict=False)):
-                    share.add(tokens - 1 > number, total)
+            for number in range(len(self._leaves)):
+                tried = number < len(used.leaf_mass)
+                total, gained = (used.leaf_mass[number], tokens - 1 > number) if tried else (0, 0)
+                record.leaves[number].add(gained, total)
+                self._leaves[number].add(gained, total)
             self._rate.add(tokens, now - used.began_s)
             if request is requests[0]:
                 self._pass.add(used.rows, now - used.submitted_s)

@@ -8,15 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from specdec.interfaces import TokenSource, TreePolicy
-from specdec.policies import (
-    BestFirst,
-    BestOfBeam,
-    Chain,
-    CostSized,
-    FixedWidth,
-    RootOnly,
-    Static,
-)
+from specdec.policies import BestFirst, BestOfBeam, Chain, FixedWidth, RootOnly, Static
 from specdec.state import DecodeState
 from specdec.testing import check_policy
 from specdec.types import Nodes
@@ -43,7 +35,6 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "best_few": lambda: BestFirst(bs=8, w=4, d=2, asynchronous=True, children=2),
     "best_late": lambda: BestFirst(bs=8, w=4, d=2, asynchronous=True, min_mass=0.2),
     "best_until_ready": lambda: BestFirst(bs=8, w=4, d=None, asynchronous=True),
-    "sized": lambda: CostSized(bs=8, w=4, d=3),
     "best_of_beam": lambda: BestOfBeam(nodes=10, width=3, children=3, depth=3),
     "pipe_best": lambda: PipelineBestFirst(width=6, children=4),
     "pipe_best1": lambda: PipelineBestFirst(width=6, children=4, draft_passes=1),

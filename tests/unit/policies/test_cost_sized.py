@@ -79,7 +79,10 @@ def test_the_price_of_a_row_is_found(monkeypatch):
     policy = sized()
     seconds(policy, LAWS["fair"], (0.5, 3.0), monkeypatch)
     (line,) = policy.notes()
-    assert "a pass 10.00 ms, each further row 0.50 ms, a draft pass 3.00 ms" in line
+    assert (
+        "a pass 10.00 ms, each further row 0.50 ms, a draft pass 3.00 ms, a further one 3.00"
+        in line
+    )
 
 
 def test_one_slow_pass_does_not_move_the_line():
