@@ -247,8 +247,7 @@ def _closed_form(run: Outcome, stages: int, alpha: float) -> float:
     profile, s = build_profile(run.config["clock"]), run.summary
     kinds = (Work.STAGE, Work.EXIT, Work.HEAD, Work.TRANSFER)
     stage, leave, output, transfer = (profile.ms(kind, 1) for kind in kinds)
-    walked = sum(profile.costs["stage"].devices) or stages  # stages of the longest one's time
-    accepted, rejected = free_costs_ms(walked, stage, leave, output, transfer)
+    accepted, rejected = free_costs_ms(stages, stage, leave, output, transfer)
     later = s["new_tokens"] / s["num_prompts"] - 2  # the second token passes alone
     spent = rejected + later * (alpha * accepted + (1 - alpha) * rejected)
-    return walk_ms(walked, stage, output, transfer) * (later + 1) / spent
+    return walk_ms(stages, stage, output, transfer) * (later + 1) / spent

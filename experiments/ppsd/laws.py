@@ -29,13 +29,13 @@ def eq6_speedup(alpha: float, exit_layer: int, num_layers: int) -> float:
     return ppsd_law(exit_layer, num_layers).speedup(alpha)
 
 
-def walk_ms(num_stages: float, stage: float, output: float = 0.0, transfer: float = 0.0) -> float:
+def walk_ms(num_stages: int, stage: float, output: float = 0.0, transfer: float = 0.0) -> float:
     """Time of a token through all stages, its answer back at the first: plain decoding's too."""
     return num_stages * (stage + transfer) + output
 
 
 def free_costs_ms(
-    num_stages: float, stage: float, head: float, output: float = 0.0, transfer: float = 0.0
+    num_stages: int, stage: float, head: float, output: float = 0.0, transfer: float = 0.0
 ) -> tuple[float, float]:
     """Milliseconds of an accepted and of a rejected token where ranks wait for what they receive.
 

@@ -247,8 +247,8 @@ def _identity(pair: ModelPair, config: Mapping[str, Any]) -> Any:
         return plain(pair.about)
     if not isinstance(pair, HuggingFacePair):
         return None
-    models = (pair.target, pair.draft)
-    sums = [float(sum(p.double().abs().sum() for p in m.parameters())) for m in models if m]
+    models = [pair.target, *([pair.draft] if config["model"].get("draft") else [])]
+    sums = [float(sum(p.double().abs().sum() for p in m.parameters())) for m in models]
     folders = [config["model"].get(name) for name in ("eagle_head", "exit_heads", "translated")]
     return [*sums, *(_digest(Path(family_path(name))) for name in folders if name)]
 
