@@ -132,7 +132,8 @@ class Fit:
             optimizer.zero_grad(set_to_none=True)
         per_update = time.monotonic() - computed
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, before)
+            for weight, value in zip(self._weights, before, strict=True):
+                weight.copy_(value)
         for optimizer, state in zip(self._optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         per_position = (computed - began) / self.windows.size(self.state.step)
