@@ -18,8 +18,9 @@ from specdec.types import FloatArray, IntArray, Nodes
 _FADE = 0.9  # factor by which each round lowers the weight of a request's older ones
 _FADE_ALL = 0.98  # likewise for the means over all requests
 _PRIOR = 4.0  # weight of other requests, in rounds
+_TRUST = 1.0  # weight of the draft's own probabilities in the means over all requests
 _OUTLIER = 3.0  # a pass's time counts as at most this multiple of the expected one
-_RETRY = 16  # rounds without drafts after which one is drafted again
+_RETRY = 32  # rounds without drafts after which one is drafted again
 _SMALL = (1, 4)  # draft passes and nodes
 
 
@@ -37,8 +38,8 @@ class _Share:
         self.accepted = self.fade * self.accepted + accepted
         self.expected = self.fade * self.expected + expected
 
-    def value(self, prior: float) -> float:
-        return (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR)
+    def value(self, prior: float, weight: float = _PRIOR) -> float:
+        return (self.accepted + weight * prior) / (self.expected + weight)
 
 
 @dataclass(slots=True)
@@ -94,11 +95,11 @@ class CostSized(BestFirst):
     more drafted tokens are accepted, so in proportion to the total probability of its leaves; it
     costs a pass of the source and the rows that expansions have added. Both gains are multiplied by
     the accepted tokens per expected one so far, of the request and, as four rounds, of all
-    requests, to which four rounds of 1 are added: probabilities of a draft are not the target's.
+    requests, to which a round of 1 is added: probabilities of a draft are not the target's.
 
     Times are those of the run's clock, of rounds that have ended. The first rounds have given
     sizes, which shows what rows cost (in a measured run they are in the warm-up). A request that
-    has not drafted for 16 rounds drafts once. The rule is meant for one request at a time: requests
+    has not drafted for 32 rounds drafts once. The rule is meant for one request at a time: requests
     in one pass share its time.
 
     Args:
@@ -183,7 +184,7 @@ class CostSized(BestFirst):
     def _pays(self, request: RequestState, leaves: IntArray) -> bool:
         record, total = self._records[request.id], mass(request.tree, leaves)
         number = len(record.expanded)
-        gain = total * record.leaves[number].value(self._leaves[number].value(1.0))
+        gain = total * record.leaves[number].value(self._leaves[number].value(1.0, _TRUST))
         cost = self._added.value(1.0) * self._pass.slope
         if self._draft.sums[0]:  # the first expansion has what the source has to catch up
             cost += self._draft.slope if number else self._draft.at(1)
@@ -195,7 +196,7 @@ class CostSized(BestFirst):
     def _least_score(self, request: RequestState) -> float:
         if self._given:
             return -np.inf
-        share = self._records[request.id].nodes.value(self._nodes.value(1.0))
+        share = self._records[request.id].nodes.value(self._nodes.value(1.0, _TRUST))
         least = self._tokens_per_s * self._pass.slope / max(share, 1e-9)
         return float(np.log(least)) if 0.0 < least < 1.0 else -np.inf if least <= 0.0 else 0.0
 
