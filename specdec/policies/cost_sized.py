@@ -165,17 +165,21 @@ class CostSized(BestFirst):
         if self._draft.sums[0]:
             text += f", a draft pass {1e3 * self._draft.at(1):.2f} ms,"
             text += f" a further one {1e3 * self._draft.slope:.2f} ms"
-        return [f"{text}; {self._added.value(0.0):.1f} rows per draft pass"]
+            text += f"; {self._added.value(0.0, 0.0):.1f} rows per draft pass"
+        return [text]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
         """Returns the largest depth and number of nodes; given ones are reached whatever pays."""
+        depth, size = len(self._leaves), self.bs
         self._given = True
         if self._first:
-            return self._first.pop(0)
-        if any(self._records[request.id].undrafted >= _RETRY for request in requests):
-            return _SMALL
-        self._given = False
-        return self.d or 0, self.bs
+            given = self._first.pop(0)
+        elif any(self._records[request.id].undrafted >= _RETRY for request in requests):
+            given = _SMALL
+        else:
+            self._given = False
+            return depth, size
+        return min(given[0], depth), min(given[1], size)
 
     @property
     def _tokens_per_s(self) -> float:
@@ -198,7 +202,7 @@ class CostSized(BestFirst):
             return -np.inf
         share = self._records[request.id].nodes.value(self._nodes.value(1.0, _TRUST))
         least = self._tokens_per_s * self._pass.slope / max(share, 1e-9)
-        return float(np.log(least)) if 0.0 < least < 1.0 else -np.inf if least <= 0.0 else 0.0
+        return min(0.0, float(np.log(least))) if least > 0.0 else -np.inf
 
     def _learn(self, requests: list[RequestState], now: float) -> None:
         for request in requests:

@@ -64,6 +64,15 @@ def test_where_drafts_are_useless_it_is_plain_decoding(monkeypatch):
     assert chosen < 1.03 * plain + first_rounds
 
 
+def test_given_sizes_stay_within_the_limits(monkeypatch):
+    """The first rounds and retries too: caches have room for no more than ``bs`` nodes."""
+    policy = CostSized(bs=3, w=1, d=1, children=2)
+    rows, add = [], _Line.add
+    monkeypatch.setattr(_Line, "add", lambda line, x, y: (rows.append(x), add(line, x, y)))
+    seconds(policy, bench.HOPELESS, (0.5, 3.0), monkeypatch)
+    assert max(rows) == 3
+
+
 def test_dear_rows_make_small_trees_and_dear_drafts_shallow_ones(monkeypatch):
     rows, passes = {}, {}
     for prices in ((0.1, 1.0), (2.0, 1.0), (0.1, 8.0)):
