@@ -6,6 +6,7 @@ import numpy as np
 
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Index, Share, Text, validated
+from specdec.policies.fading_mean import FadingMean
 from specdec.policies.tree_growth import as_nodes, ready_requests
 from specdec.state import DecodeState, RequestState
 from specdec.types import Nodes
@@ -34,25 +35,6 @@ class Arm:
 
 
 @dataclass(slots=True)
-class _Mean:
-    """A mean in which older rounds have exponentially smaller weights."""
-
-    fade: float
-    total: float = 0.0
-    weight: float = 0.0
-    rounds: int = 0
-
-    def add(self, value: float) -> None:
-        self.total = self.fade * self.total + value
-        self.weight = self.fade * self.weight + 1.0
-        self.rounds += 1
-
-    @property
-    def value(self) -> float:
-        return self.total / self.weight if self.weight else 0.0
-
-
-@dataclass(slots=True)
 class _Round:
     arm: int
     began_s: float
@@ -70,7 +52,7 @@ class _Record:
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
 
-    gains: list[_Mean]
+    gains: list[FadingMean]
     since: list[int]
     open_round: _Round | None = None
     last: int = _PLAIN
@@ -110,8 +92,8 @@ class Adaptive(TreePolicy):
         self._arms = list(arms)
         self._explore = explore
         num = len(arms) + 1
-        self._gains = [_Mean(_FADE_ALL) for _ in range(num)]
-        self._costs = [_Mean(_FADE_ALL) for _ in range(num)]
+        self._gains = [FadingMean(_FADE_ALL) for _ in range(num)]
+        self._costs = [FadingMean(_FADE_ALL) for _ in range(num)]
         self.rounds = [0] * num
         self._lost_s = self._total_s = 0.0
         self._records: dict[int, _Record] = {}
@@ -123,7 +105,7 @@ class Adaptive(TreePolicy):
 
     def open(self, request: RequestState) -> None:
         num = len(self.rounds)
-        self._records[request.id] = _Record([_Mean(_FADE) for _ in range(num)], [0] * num)
+        self._records[request.id] = _Record([FadingMean(_FADE) for _ in range(num)], [0] * num)
         for arm in self._arms:
             arm.policy.open(request)
 
@@ -210,8 +192,7 @@ class Adaptive(TreePolicy):
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
 
     def _gain(self, record: _Record, arm: int) -> float:
-        own, others = record.gains[arm], self._gains[arm]
-        return (own.total + _PRIOR_ROUNDS * others.value) / (own.weight + _PRIOR_ROUNDS)
+        return record.gains[arm].with_prior(self._gains[arm].value, _PRIOR_ROUNDS)
 
 
 def _proposing(source: TokenSource, member: int | None) -> TokenSource:

@@ -11,6 +11,7 @@ from pydantic import Field
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Count, validated
 from specdec.policies.best_first import BestFirst, mass
+from specdec.policies.fading_mean import FadingMean
 from specdec.policies.tree_growth import as_nodes, best_unsubmitted, ready_requests
 from specdec.state import DecodeState, RequestState
 from specdec.types import FloatArray, IntArray, Nodes
@@ -22,24 +23,6 @@ _TRUST = 1.0  # weight of the draft's own probabilities in the means over all re
 _OUTLIER = 3.0  # a pass's time counts as at most this multiple of the expected one
 _RETRY = 32  # rounds without drafts after which one is drafted again
 _SMALL = (1, 4)  # draft passes and nodes
-
-
-@dataclass(slots=True)
-class _Share:
-    """Accepted tokens per unit of expected ones, over rounds with fading weights: what is not
-    tried for long counts as the prior again.
-    """
-
-    fade: float
-    accepted: float = 0.0
-    expected: float = 0.0
-
-    def add(self, accepted: float, expected: float) -> None:
-        self.accepted = self.fade * self.accepted + accepted
-        self.expected = self.fade * self.expected + expected
-
-    def value(self, prior: float, weight: float = _PRIOR) -> float:
-        return (self.accepted + weight * prior) / (self.expected + weight)
 
 
 @dataclass(slots=True)
@@ -79,8 +62,8 @@ class _Round:
 
 @dataclass(slots=True)
 class _Record:
-    nodes: _Share
-    leaves: list[_Share]  # by number of the expansion in its round
+    nodes: FadingMean  # accepted tokens per unit of probability
+    leaves: list[FadingMean]  # likewise, by number of the expansion in its round
     last: _Round | None = None
     expanded: list[float] = field(default_factory=list)  # ``leaf_mass`` of the coming round
     undrafted: int = 0  # consecutive rounds
@@ -114,16 +97,16 @@ class CostSized(BestFirst):
         # Cheap ones, so that a first trial is not what the policy is judged by.
         self._first = [_SMALL, (2, 6), (0, 1), (3, 8)]
         self._records: dict[int, _Record] = {}
-        self._nodes = _Share(_FADE_ALL)
-        self._leaves = [_Share(_FADE_ALL) for _ in range(d)]
+        self._nodes = FadingMean(_FADE_ALL)
+        self._leaves = [FadingMean(_FADE_ALL) for _ in range(d)]
         self._pass, self._draft = _Line(), _Line()  # seconds over rows, and over expansions
-        self._rate = _Share(_FADE_ALL)  # tokens per second
-        self._added = _Share(_FADE_ALL)  # rows per expansion
+        self._rate = FadingMean(_FADE_ALL)  # tokens per second
+        self._added = FadingMean(_FADE_ALL)  # rows per expansion
         self._given = True
 
     def open(self, request: RequestState) -> None:
-        shares = [_Share(_FADE) for _ in self._leaves]
-        self._records[request.id] = _Record(_Share(_FADE), shares)
+        shares = [FadingMean(_FADE) for _ in self._leaves]
+        self._records[request.id] = _Record(FadingMean(_FADE), shares)
 
     def close(self, request_id: int) -> None:
         self._records.pop(request_id, None)
@@ -165,7 +148,7 @@ class CostSized(BestFirst):
         if self._draft.sums[0]:
             text += f", a draft pass {1e3 * self._draft.at(1):.2f} ms,"
             text += f" a further one {1e3 * self._draft.slope:.2f} ms"
-            text += f"; {self._added.value(0.0, 0.0):.1f} rows per draft pass"
+            text += f"; {self._added.value:.1f} rows per draft pass"
         return [text]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
@@ -181,18 +164,16 @@ class CostSized(BestFirst):
             return depth, size
         return min(given[0], depth), min(given[1], size)
 
-    @property
-    def _tokens_per_s(self) -> float:
-        return self._rate.accepted / self._rate.expected if self._rate.expected else 0.0
-
     def _pays(self, request: RequestState, leaves: IntArray) -> bool:
         record, total = self._records[request.id], mass(request.tree, leaves)
         number = len(record.expanded)
-        gain = total * record.leaves[number].value(self._leaves[number].value(1.0, _TRUST))
-        cost = self._added.value(1.0) * self._pass.slope
+        gain = total * record.leaves[number].with_prior(
+            self._leaves[number].with_prior(1.0, _TRUST), _PRIOR
+        )
+        cost = self._added.with_prior(1.0, _PRIOR) * self._pass.slope
         if self._draft.sums[0]:  # the first expansion has what the source has to catch up
             cost += self._draft.slope if number else self._draft.at(1)
-        if self._given or gain >= self._tokens_per_s * cost:
+        if self._given or gain >= self._rate.value * cost:
             record.expanded.append(total)
             return True
         return False
@@ -200,8 +181,10 @@ class CostSized(BestFirst):
     def _least_score(self, request: RequestState) -> float:
         if self._given:
             return -np.inf
-        share = self._records[request.id].nodes.value(self._nodes.value(1.0, _TRUST))
-        least = self._tokens_per_s * self._pass.slope / max(share, 1e-9)
+        share = self._records[request.id].nodes.with_prior(
+            self._nodes.with_prior(1.0, _TRUST), _PRIOR
+        )
+        least = self._rate.value * self._pass.slope / max(share, 1e-9)
         return min(0.0, float(np.log(least))) if least > 0.0 else -np.inf
 
     def _learn(self, requests: list[RequestState], now: float) -> None:

@@ -16,9 +16,11 @@ from . import test_adaptive as bench
 LAWS = {
     "good": bench.GOOD,
     "fair": {**bench.GOOD, "top1": [0.6]},
-    "of two classes": {"weights": [0.5, 0.5], "top1": [0.9, 0.3], "decay": [2.0, 1.0]},
+    "of two classes": {
+        **{"weights": [0.5, 0.5], "top1": [0.9, 0.3]},
+        **{"decay": [2.0, 1.0], "miss": [0.0, 0.3]},
+    },
 }
-LAWS["of two classes"]["miss"] = [0.0, 0.3]
 
 
 def profile(row_ms: float, draft_ms: float) -> LatencyProfile:
@@ -29,9 +31,8 @@ def profile(row_ms: float, draft_ms: float) -> LatencyProfile:
     return LatencyProfile(name="priced", costs=costs)
 
 
-def seconds(policy, law, prices, monkeypatch) -> tuple[float, list[list[int]]]:
-    monkeypatch.setattr(bench, "DEAR", profile(*prices))
-    return bench.seconds(policy, law, num_requests=3, mixed=False)
+def seconds(policy, law, prices) -> tuple[float, list[list[int]]]:
+    return bench.seconds(policy, law, num_requests=3, mixed=False, profile=profile(*prices))
 
 
 def sized() -> CostSized:
@@ -43,22 +44,22 @@ def sized() -> CostSized:
     ("law", "prices"),
     [("good", (0.05, 1.0)), ("fair", (2.0, 1.0)), ("of two classes", (0.2, 8.0))],
 )
-def test_it_is_nearly_the_best_of_many_fixed_trees(law, prices, monkeypatch):
+def test_it_is_nearly_the_best_of_many_fixed_trees(law, prices):
     """The fixed ones are chosen afterwards, for this very text."""
-    plain, output = seconds(RootOnly(), LAWS[law], prices, monkeypatch)
+    plain, output = seconds(RootOnly(), LAWS[law], prices)
     fixed = []
     for (bs, w), depth in product(((3, 1), (16, 4)), (1, 3, 8)):
         policy = BestFirst(bs=bs, w=w, d=depth, children=4, min_prob=0.01, min_mass=0.2)
-        fixed.append(seconds(policy, LAWS[law], prices, monkeypatch)[0])
-    chosen, same = seconds(sized(), LAWS[law], prices, monkeypatch)
+        fixed.append(seconds(policy, LAWS[law], prices)[0])
+    chosen, same = seconds(sized(), LAWS[law], prices)
     assert same == output
     assert chosen < 1.07 * min(plain, *fixed)
 
 
-def test_where_drafts_are_useless_it_is_plain_decoding(monkeypatch):
+def test_where_drafts_are_useless_it_is_plain_decoding():
     """The source is sure of its tokens, and wrong."""
-    plain, output = seconds(RootOnly(), bench.HOPELESS, (0.5, 3.0), monkeypatch)
-    chosen, same = seconds(sized(), bench.HOPELESS, (0.5, 3.0), monkeypatch)
+    plain, output = seconds(RootOnly(), bench.HOPELESS, (0.5, 3.0))
+    chosen, same = seconds(sized(), bench.HOPELESS, (0.5, 3.0))
     assert same == output
     first_rounds = 3 * (8 * 3.0 + 31 * 0.5) / 1e3
     assert chosen < 1.03 * plain + first_rounds
@@ -69,24 +70,24 @@ def test_given_sizes_stay_within_the_limits(monkeypatch):
     policy = CostSized(bs=3, w=1, d=1, children=2)
     rows, add = [], _Line.add
     monkeypatch.setattr(_Line, "add", lambda line, x, y: (rows.append(x), add(line, x, y)))
-    seconds(policy, bench.HOPELESS, (0.5, 3.0), monkeypatch)
+    seconds(policy, bench.HOPELESS, (0.5, 3.0))
     assert max(rows) == 3
 
 
-def test_dear_rows_make_small_trees_and_dear_drafts_shallow_ones(monkeypatch):
+def test_dear_rows_make_small_trees_and_dear_drafts_shallow_ones():
     rows, passes = {}, {}
     for prices in ((0.1, 1.0), (2.0, 1.0), (0.1, 8.0)):
         policy = sized()
-        seconds(policy, LAWS["fair"], prices, monkeypatch)
+        seconds(policy, LAWS["fair"], prices)
         n, x = policy._pass.sums[:2]
         rows[prices], passes[prices] = x / n, policy._draft.sums[1] / policy._draft.sums[0]
     assert rows[2.0, 1.0] < 0.5 * rows[0.1, 1.0]
     assert passes[0.1, 8.0] < 0.6 * passes[0.1, 1.0]
 
 
-def test_the_price_of_a_row_is_found(monkeypatch):
+def test_the_price_of_a_row_is_found():
     policy = sized()
-    seconds(policy, LAWS["fair"], (0.5, 3.0), monkeypatch)
+    seconds(policy, LAWS["fair"], (0.5, 3.0))
     (line,) = policy.notes()
     assert (
         "a pass 10.00 ms, each further row 0.50 ms, a draft pass 3.00 ms, a further one 3.00"
