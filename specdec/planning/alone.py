@@ -80,7 +80,6 @@ def measure_alone(
         chosen=chosen,
         requests=0.0,
         length=_LENGTH,
-        chain_length=0,
         progress=progress,
     )
     ranked = search.ranked(candidates, done)

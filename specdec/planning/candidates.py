@@ -21,13 +21,13 @@ from specdec.pairs import ModelPair
 from specdec.parts.build import locate
 from specdec.parts.fields import did_you_mean, signature_of
 from specdec.planning.machines import Layout, Machine, scaled
-from specdec.profiling.trees import clock_node
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sources import NullSource, SyntheticSource
 from specdec.state import StopRules
 from specdec.types import FloatArray
 
 PLAIN = "ar"
+CHAIN = "speculative"  # a chain of draft tokens before each pass, as engines have it
 OTHER_PROGRAM = "decoding of another program, which is not simulated"
 """The reason to leave out presets that run another program instead of composing parts."""
 
@@ -119,6 +119,10 @@ class Candidate:
         policy = self.config["policy"]
         sizes = [(k, policy[k] // by) for k in SIZES if type(policy.get(k)) is int for by in (2, 4)]
         return [self.with_size(key, size) for key, size in sizes if size]
+
+
+def clock_node(name: str, costs: Mapping[str, Any], note: str = "") -> dict[str, Any]:
+    return {"kind": "simulated", "profile": name, "scale": 1.0, "note": note, "costs": costs}
 
 
 def label(name: str, sizes: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from specdec.planning.answer import (
     write_plan,
 )
 from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
-from specdec.planning.machines import Machine, Profiled, chain_cell, machine_of
+from specdec.planning.machines import Machine, Profiled, machine_of
 from specdec.planning.measuring import ModelsHere, calibrated, measured_here
 from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.search import Search
@@ -139,7 +139,7 @@ def searched(
     round's candidates with plain decoding.
     """
     chosen, extra, began = request.chosen, request.extra, monotonic()
-    batch, context = chosen.batch[0], chosen.context[0]
+    batch = chosen.batch[0]
     progress.note(
         f"at most about {chosen.budget_s:g} s (budget_s)"
         + ("" if request.acceptance else ", and what one decoding of the prompts takes")
@@ -160,14 +160,12 @@ def searched(
         decoded, reasons = presets(models.words, extra, unknown, measured=calibrates)
         left_out = {k: v for k, v in left_out.items() if k not in unknown} | reasons
         tried, unknown = [*tried, *decoded], list(reasons)
-    best_chain = chain_cell(machine, acceptance.chain_table(), batch, context)
     search = Search(
         machine=machine,
         simulator=simulator,
         chosen=chosen,
         requests=acceptance.requests / batch if acceptance.drawn else 0.0,
         length=_LENGTH,
-        chain_length=0 if best_chain is None else best_chain["draft_tokens"],
         progress=progress,
         left_out=left_out,
         unknown=unknown,
