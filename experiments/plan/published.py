@@ -60,13 +60,12 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
 def simulated_ms(
     law: Acceptance, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
 ) -> float:
-    pair = law.pair()
-    found, _ = presets(law.overrides, [], [name], pair)
+    found, _ = presets(law.overrides, [], [name], law.pair)
     preset = next(preset for preset in found if preset.name == name)
     candidate = preset.on(machine, layout, batch=1, context=1)
     for key, value in sizes.items():
         candidate = candidate.with_size(key, value)
-    simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)
+    simulator = Simulator(law.pair, None, of="published", prompts=_PROMPTS)
     units = simulator.units(candidate, _PROMPTS, _TOKENS)
     return 1e3 * Times.of(units, "latency").mean
 

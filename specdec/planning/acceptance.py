@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from specdec.errors import UserError
-from specdec.fitting import AcceptanceModel, ReadOptions, fit_logs, read_log
+from specdec.fitting import ReadOptions, fit_logs, read_log
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import RecordedRequest, read_record, read_traces
-from specdec.pairs.recorded import RecordedSequences, ReplayModels
+from specdec.pairs.recorded import RecordedSequences, ReplayModels, SyntheticModels
 from specdec.planning.options import PlanOptions
 
 
@@ -24,7 +24,7 @@ class Acceptance:
     label: str
     requests: int  # measured ones behind it; 0 if it is assumed or does not say
     hit_rate: float  # share of positions whose first candidate is right
-    pair: Callable[[], ModelPair]  # returns models that reproduce it
+    pair: ModelPair  # models that reproduce it
     draft_name: str | None = None  # a profile must have its time; None accepts any
     drawn: bool = False  # whether any number of prompts can be drawn from it
     context: int = 0  # mean number of tokens before a decoded one, of a record
@@ -38,22 +38,14 @@ class Acceptance:
 
 def of_law(section: Mapping[str, Any], label: str = "") -> Acceptance:
     section = {**section, "kind": "synthetic"}
-    rows = np.asarray(section.get("group_weights") or [section["weights"]], float)
-    shares = np.asarray(section.get("group_shares") or [1.0], float)
-    law = AcceptanceModel(
-        group_shares=shares / shares.sum(),
-        weights=rows / rows.sum(axis=1, keepdims=True),
-        stay=np.asarray(section.get("stay") or [0.0] * rows.shape[1], float),
-        top1=np.asarray(section["top1"], float),
-        depth=np.asarray(section.get("depth") or [0.0], float),
-    )
-
+    pair = build_pair({**section, "draft_name": None})
+    assert isinstance(pair, SyntheticModels)
     return Acceptance(
         section=section,
         label=label or f"law of {section.get('origin', 'assumed')}",
         requests=int(section.get("requests", 0)),
-        hit_rate=law.hit_rate(),
-        pair=lambda: build_pair({**section, "draft_name": None}),
+        hit_rate=float(pair.hidden.rank_probabilities()[0]),
+        pair=pair,
         draft_name=section.get("draft_name"),
         drawn=True,
     )
@@ -71,7 +63,7 @@ def of_record(section: Mapping[str, Any]) -> Acceptance:
         label=f"record of {len(record.requests)} prompts",
         requests=len(record.requests),
         hit_rate=float(np.concatenate([*map(_hits, record.requests)]).mean()),
-        pair=lambda: ReplayModels(RecordedSequences(record=record), num_layers=layers, **shape),
+        pair=ReplayModels(RecordedSequences(record=record), num_layers=layers, **shape),
         context=max(1, round(context)),
     )
 

@@ -222,8 +222,8 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fastest of the ranked presets at the other batch sizes and contexts, in its layout;
-    larger batches favour smaller trees, so halved sizes are tried too.
+    """Yields the fastest of the ranked presets at the other batch sizes and contexts; larger batches
+    favour smaller trees, so halved sizes are tried too, in the same layout.
     """
     machine, chosen = search.machine, search.chosen
     contexts = chosen.context if machine.prices_context else chosen.context[:1]

@@ -147,13 +147,15 @@ def searched(
     models = ModelsHere(request.decoding_words, extra, progress)
     acceptance = request.acceptance or _recorded(models, folder)
     machine = request.machine or _measured(models, acceptance, chosen, folder)
-    pair = acceptance.pair()
+    pair = acceptance.pair
     prompts = max(chosen.prompts, _UNITS * batch, _FEW_UNITS * max(chosen.batch))
     simulator = Simulator(
         pair, folder / _EVALUATIONS, of="plan", prompts=prompts, models=lambda: models.loaded
     )
     words = [word for word in request.words if not word.startswith(("model", "threads="))]
-    tried, left_out = presets([*words, *acceptance.overrides], extra, chosen.strategies, pair)
+    tried, left_out = presets(
+        [*words, *acceptance.overrides], extra, chosen.strategies, acceptance.pair
+    )
     calibrates = request.machine is None and machine.devices == 1
     unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
     if request.acceptance is None:
