@@ -1,4 +1,4 @@
-"""The answer of a finished search: ranking, what decides it, what would change it; its check."""
+"""The answer of a finished search: ranking, what decides it, further batches; its check."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -222,8 +222,8 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fastest of the ranked presets at the other batch sizes and contexts; larger batches
-    favour smaller trees, so halved sizes are tried too, in the same layout.
+    """Yields the fastest at the other batch sizes and contexts, of the ranked presets in their
+    layouts; larger batches favour smaller trees, so halved sizes are tried too.
     """
     machine, chosen = search.machine, search.chosen
     contexts = chosen.context if machine.prices_context else chosen.context[:1]

@@ -207,9 +207,8 @@ def _measured(
         shape = {"stages": stages, "devices": devices, "length": _LENGTH}
         write_json(stored, measured_here(models, acceptance, batches=chosen.batch, **shape))
     values = parse_json(stored.read_bytes())
-    by_batch = {int(batch): costs for batch, costs in values.pop("by_batch").items()}
-    known = {"by_batch": by_batch, "batches": tuple(by_batch), **values}
-    return Profiled(name=MEASURED, devices=devices, stages=stages, **known)
+    values["by_batch"] = {int(batch): costs for batch, costs in values["by_batch"].items()}
+    return Profiled(name=MEASURED, devices=devices, stages=stages, **values)
 
 
 def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:

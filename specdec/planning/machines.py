@@ -99,7 +99,6 @@ class Machine:
     devices: int
     note: str = ""  # origin of the times
     error: float = 0.05  # relative error of the times, assumed for measured ones
-    batches: tuple[int, ...] | None = None  # numbers of requests with known times; None: any
     memory_gb: float | None = None  # of a device; None if it and the models' sizes are unknown
     target_gb: float = 0.0
     draft_gb: float = 0.0
@@ -108,7 +107,7 @@ class Machine:
     @property
     def prices_context(self) -> bool:
         """Whether times depend on the context; measured ones are of a single one."""
-        return self.kv_kb > 0 and self.batches is None
+        return False
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         raise NotImplementedError
@@ -230,6 +229,10 @@ class Described(Machine):
     box_link_ms: NotNegative | None = None
     box_link_gb_s: Positive | None = None
 
+    @property
+    def prices_context(self) -> bool:
+        return self.kv_kb > 0
+
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         degree, in_box = max(layout.degree, layout.draft_degree), self.devices // self.boxes
         if degree * self.boxes > self.devices:
@@ -319,7 +322,7 @@ def machine_of(
 
 
 def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, Any]) -> Described:
-    not_keys = ("name", "note", "error", "batches")
+    not_keys = ("name", "note", "error")
     known = {f.name: f.default is MISSING for f in fields(Described) if f.name not in not_keys}
     for key in loaded:
         if key not in known:

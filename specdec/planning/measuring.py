@@ -287,12 +287,9 @@ def _trials(
     rows = {}
     for (made, _), units in zip(candidates, real, strict=True):
         measured = Times.of(units, search.chosen.objective, made.layout.devices).mean
-        simulated = search.units(made, len(units))
         rows[made.key] = {
             "candidate": str(made),
             "ratio": measured / search.times(made, len(units)).mean,
-            "tokens_per_answer": Times.ratio(units, "emitted", "answers").mean,
-            "simulated_tokens_per_answer": Times.ratio(simulated, "emitted", "answers").mean,
             "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],
         }
     return rows

@@ -47,8 +47,6 @@ COMMANDS = {
     "compare": f"compare strategies=[ar,staged,best_first,hf_generate] {SMALL} repeats=2"
     " executor=local output_dir=compare",
     "record": "record answers.jsonl draft=bundled:draft output_dir=record",
-    "profile": "profile model=random executor.stages=2 profiling.tokens=[1,4] profiling.repeats=2"
-    " profiling.transfer=false threads=1 output_dir=profile",
     "trace": "trace run",
     "report": "report compare",
 }
