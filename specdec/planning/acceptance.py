@@ -16,6 +16,7 @@ from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import RecordedRequest, read_record, read_traces
 from specdec.pairs.recorded import RecordedSequences, ReplayModels, SyntheticModels
 from specdec.planning.options import PlanOptions
+from specdec.sources.synthetic import SyntheticPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ def of_law(section: Mapping[str, Any], label: str = "") -> Acceptance:
     section = {**section, "kind": "synthetic"}
     pair = build_pair({**section, "draft_name": None})
     assert isinstance(pair, SyntheticModels)
+    assert isinstance(pair.hidden, SyntheticPair)
     return Acceptance(
         section=section,
         label=label or f"law of {section.get('origin', 'assumed')}",
