@@ -65,7 +65,7 @@ def simulated_ms(
     candidate = preset.on(machine, layout, batch=1, context=1)
     for key, value in sizes.items():
         candidate = candidate.with_size(key, value)
-    simulator = Simulator(law.pair, None, of="published", prompts=_PROMPTS)
+    simulator = Simulator(law.pair, prompts=_PROMPTS)
     units = simulator.units(candidate, _PROMPTS, _TOKENS)
     return 1e3 * Times.of(units, "latency").mean
 

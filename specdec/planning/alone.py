@@ -71,7 +71,7 @@ def measure_alone(
         until=began + chosen.budget_s,
     )
     done = len(units[0])
-    simulator = Simulator(models.loaded[0], None, of="runs", prompts=done * batch)
+    simulator = Simulator(models.loaded[0], prompts=done * batch)
     for made, of in zip(candidates, units, strict=True):
         simulator.put(made, _LENGTH, of)
     search = Search(

@@ -150,7 +150,7 @@ def searched(
     pair = acceptance.pair
     prompts = max(chosen.prompts, _UNITS * batch, _FEW_UNITS * max(chosen.batch))
     simulator = Simulator(
-        pair, folder / _EVALUATIONS, of="plan", prompts=prompts, models=lambda: models.loaded
+        pair, folder / _EVALUATIONS, prompts=prompts, models=lambda: models.loaded
     )
     words = [word for word in request.words if not word.startswith(("model", "threads="))]
     tried, left_out = presets(

@@ -198,7 +198,7 @@ def with_controller(
     real = models.decode(
         configs, batch=batch, **shape, rounds=_ROUNDS, on_turn=models.progress.advance
     )
-    simulator = Simulator(acceptance.pair, None, of="controller", prompts=acceptance.requests)
+    simulator = Simulator(acceptance.pair, prompts=acceptance.requests)
 
     def total_s(units: Sequence[Unit]) -> float:
         return sum(unit.seconds if batch == 1 else unit.clock_s for unit in units)

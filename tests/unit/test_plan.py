@@ -170,7 +170,7 @@ def scaled(unit: Unit, factor: float) -> Unit:
 
 def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
     search = Search(
-        machine=HERE, simulator=Simulator(LAW.pair, None, of="test", prompts=4),
+        machine=HERE, simulator=Simulator(LAW.pair, prompts=4),
         chosen=PlanOptions(profile="measured", prompts=4), requests=0.0, length=24,
         progress=NoProgress(),
     )  # fmt: skip
@@ -188,7 +188,7 @@ def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
     assert models.calls == calls, "the file has all of them"
     assert [c.key for c in again] == [c.key for c in after]
     # What was copied is what a simulation with these costs gives, for chains and for trees.
-    other = Simulator(LAW.pair, None, of="test", prompts=4)
+    other = Simulator(LAW.pair, prompts=4)
     for candidate in after:
         units = zip(search.units(candidate, 4), other.units(candidate, 4, 24), strict=True)
         for unit, expected in units:
