@@ -101,7 +101,6 @@ def measure_alone(
         left_out=left_out,
         complete=done == count,
         notes=(*notes, *(f"{name} was not tried: {why}" for name, why in left_out.items())),
-        search_s=monotonic() - began,
     )
     return plan, ranked[0]
 

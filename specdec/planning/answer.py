@@ -102,12 +102,7 @@ class Plan:
 
 
 def conclude(
-    search: Search,
-    acceptance: Acceptance,
-    finalists: Sequence[Candidate],
-    *,
-    draft: str,
-    overrides: Sequence[str],
+    search: Search, acceptance: Acceptance, finalists: Sequence[Candidate], *, draft: str
 ) -> tuple[Plan, Candidate]:
     """Returns the plan of a finished search, and its first choice; ``finalists`` include plain
     decoding, and ``draft`` is for the flags of engines.
@@ -139,7 +134,7 @@ def conclude(
         complete=search.complete,
         notes=tuple(_notes(search, acceptance)),
         expected={"units": unit_dicts, "requests": requests, "error": machine.error},
-        overrides=tuple(overrides),
+        simulated_tokens=search.simulator.simulated_tokens,
     )
     return plan, winner
 

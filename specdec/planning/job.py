@@ -217,19 +217,14 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
         models = ModelsHere(request.decoding_words, request.extra, progress)
         keys = [key for key, value in request.model.items() if value is not None]
         plan, winner = measure_alone(models, request.chosen, keys)
-        plan = replace(plan, overrides=request.words, folder=str(folder))
-        write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
-        if plan.complete:
-            write_json(folder / SEARCH_FILE, {"s": plan.search_s})
-        return plan
-    search, acceptance, finalists = searched(request, folder, progress)
-    draft = str(request.model.get("draft") or "DRAFT")
-    plan, winner = conclude(search, acceptance, finalists, draft=draft, overrides=request.words)
-    tokens, seconds = search.simulator.simulated_tokens, monotonic() - began
-    plan = replace(plan, simulated_tokens=tokens, search_s=seconds, folder=str(folder))
+    else:
+        draft = str(request.model.get("draft") or "DRAFT")
+        plan, winner = conclude(*searched(request, folder, progress), draft=draft)
+    seconds = monotonic() - began
+    plan = replace(plan, overrides=request.words, search_s=seconds, folder=str(folder))
     write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
     if plan.complete:
-        write_json(folder / SEARCH_FILE, {"tokens": tokens, "s": seconds})
+        write_json(folder / SEARCH_FILE, {"tokens": plan.simulated_tokens, "s": seconds})
     return plan
 
 
