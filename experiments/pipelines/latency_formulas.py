@@ -8,8 +8,8 @@ from experiments.reproduce.drawing import line_chart
 from experiments.reproduce.findings import Findings, below
 from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome
+from specdec.clocks import Work
 from specdec.clocks.build import build_profile
-from specdec.profiling.trees import StepTimes, pipedec_latency
 
 
 def latency_formulas(item: Item, lab: Lab) -> Findings:
@@ -54,9 +54,13 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
 def _latency_laws(run: Outcome, stages: int, width: int) -> dict[str, float]:
     """Milliseconds per token by the formulas, from a run's profile."""
     profile = build_profile(run.config["clock"])
-    one, full = (StepTimes.of(profile, width=num, stages=stages) for num in (1, width))
-    plain = stages * one.compute + (stages - 1) * one.transfer  # PipeDec 2.4: a transfer less
-    return {"pp": plain, "pipedec": pipedec_latency(full)}
+    one, full = (
+        {kind: profile.ms(kind, num) for kind in (Work.STAGE, Work.TRANSFER, Work.DRAFT)}
+        for num in (1, width)
+    )
+    plain = stages * one[Work.STAGE] + (stages - 1) * one[Work.TRANSFER]  # a transfer less
+    pipedec = max(full[Work.DRAFT], full[Work.STAGE] + full[Work.TRANSFER])
+    return {"pp": plain, "pipedec": pipedec}
 
 
 def small_model(item: Item, lab: Lab) -> Findings:

@@ -28,8 +28,8 @@ from experiments.reproduce.items import Item
 from experiments.reproduce.lab import Lab, Outcome, speed_ratio
 from experiments.reproduce.pacing import add_paced
 from experiments.reproduce.stated import COUNTED
+from specdec.clocks import Work
 from specdec.clocks.build import build_profile
-from specdec.profiling.trees import StepTimes, eq1_tbt, eq2_tbt
 from specdec.types import FloatArray
 
 COLUMNS = (
@@ -243,8 +243,10 @@ def _hits_over(sums: FloatArray) -> FloatArray:
 
 
 def equations(item: Item, lab: Lab) -> Findings:
-    """Eq. 1 and 2 at the simulated hit rate, beside the simulated times and steps.
+    """Eq. 1 and 2 at the simulated hit rate p, beside the simulated times and steps.
 
+    Both are reconstructed, since the available text has no formulas: Eq. 1 is max_i T_i + (1 - p)
+    times the sum over the other stages, Eq. 2, for equal stages, T (1 + (1 - p) (N - 1)).
     Keys: ``common``, ``drafts``, ``stages``, ``width``, ``row``; claims ``eq1`` and ``eq2`` (the
     equation is within 5 per cent at every number of stages).
     """
@@ -283,8 +285,12 @@ def _equations_row(
     counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
     simulated = counts.steps / counts.tokens
     profile = build_profile(run.config["clock"])
-    times = StepTimes.of(profile, width=config["width"], stages=stages)
-    ms, steps = eq1_tbt(times.stages, s["hit_rate"]), eq2_tbt(1.0, stages, s["hit_rate"])
+    stage, head = (
+        sum(profile.ms(kind, config["width"]) for kind in kinds)
+        for kinds in ((Work.STAGE, Work.PRUNE, Work.TRANSFER), (Work.HEAD,))
+    )
+    missed = (1.0 - s["hit_rate"]) * (stages - 1)  # other stages that a token goes through
+    ms, steps = stage + head + missed * stage, 1.0 + missed
     return (
         *(draft.title, stages, s["hit_rate"], s["num_prompts"]),
         *(run.tbt_ms, ms, 100.0 * (ms / run.tbt_ms - 1.0)),

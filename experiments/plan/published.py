@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from scipy.special import expit, logit
 
 from specdec.config.hydra import compose_config
 from specdec.config.profiles import load_profile
@@ -45,11 +46,12 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
     if "middle" in run:
         used["middle"] = costs["middle"]
         # The middle model's hit rate, in the classes of the draft's law.
-        odds = np.linspace(0.0, 3.0, 61)
+        odds = logit(np.asarray(law.section["top1"], float))
         wanted = law_of(run["middle"]).hit_rate
-        near = min(odds, key=lambda x: abs(law.shifted(float(x)).hit_rate - wanted))
-        top1 = law.shifted(float(near)).section["top1"]
-        law = of_law({**law.section, "middle_top1": top1}, law.label)
+        moved = [expit(odds + by).tolist() for by in np.linspace(0.0, 3.0, 61)]
+        rates = [of_law({**law.section, "top1": top1}).hit_rate for top1 in moved]
+        near = int(np.abs(np.array(rates) - wanted).argmin())
+        law = of_law({**law.section, "middle_top1": moved[near]}, law.label)
     machine = Profiled(name="pipespec_70b", stages=1, by_batch={1: used}, devices=3)
     plain = simulated_ms(law, machine, PLAIN, {}, Layout())
     return plain, simulated_ms(law, machine, run["strategy"], run["sizes"], Layout())
@@ -58,13 +60,12 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
 def simulated_ms(
     law: Acceptance, machine: Profiled, name: str, sizes: Mapping[str, Any], layout: Layout
 ) -> float:
-    pair = law.pair()
-    found, _ = presets(law.overrides, [], [name], pair)
+    found, _ = presets(law.overrides, [], [name], law.pair)
     preset = next(preset for preset in found if preset.name == name)
     candidate = preset.on(machine, layout, batch=1, context=1)
     for key, value in sizes.items():
         candidate = candidate.with_size(key, value)
-    simulator = Simulator(pair, None, of="published", prompts=_PROMPTS)
+    simulator = Simulator(law.pair, prompts=_PROMPTS)
     units = simulator.units(candidate, _PROMPTS, _TOKENS)
     return 1e3 * Times.of(units, "latency").mean
 

@@ -79,7 +79,7 @@ _SCHEMAS: dict[str, str | type] = {
     "model=random": "specdec.pairs.random.build_random",
     "model=synthetic": "specdec.pairs.recorded.build_synthetic",
     "model=replay": "specdec.pairs.recorded.build_replay",
-    "profiling": "specdec.profiling.trees.ProfilingOptions",
+    "profiling": "specdec.profiling.job.ProfilingOptions",
 }
 """Section (with ``kind`` if it has several) -> class or function whose parameters are its keys.
 

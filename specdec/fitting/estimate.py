@@ -135,7 +135,7 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 
     def model(values: FloatArray) -> AcceptanceModel:
         odds, depth, stay, weights = (part.numpy() for part in parameters(values))
-        return AcceptanceModel(top1=expit(odds), depth=depth, stay=stay, weights=weights[None])
+        return AcceptanceModel(top1=expit(odds), depth=depth, stay=stay, weights=weights)
 
     def cost(values: FloatArray) -> tuple[float, FloatArray]:
         variable = torch.tensor(values, requires_grad=True)

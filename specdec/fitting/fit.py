@@ -69,7 +69,7 @@ class FittedModel:
     def model_option(self) -> dict[str, Any]:
         model = self.model
         option = {
-            "weights": model.weights[0],
+            "weights": model.weights,
             "top1": model.top1,
             "decay": class_decays(model.top1, self.tail),
             "miss": np.full(len(model.top1), self.tail.miss),

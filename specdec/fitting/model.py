@@ -1,16 +1,14 @@
 """A model of which draft tokens the target accepts, and the tokens per pass that follow from it.
 
-A prompt belongs to one of G groups, and each position to one of C classes of difficulty. From one
-position to the next the class stays with probability ``stay``; otherwise it is drawn anew from the
-weights of the prompt's group. The draft token at depth d below the root (0-based) is right with
-probability
+Each position belongs to one of C classes of difficulty. From one position to the next the class
+stays with probability ``stay``; otherwise it is drawn anew from the weights. The draft token at
+depth d below the root (0-based) is right with probability
 
     sigmoid(logit(top1_c) + depth_d),
 
-independently of everything else, given the class c. So acceptance differs between prompts by more
-than a binomial distribution allows, and misses cluster. ``depth`` is 0 for a draft model, whose
-proposal does not depend on the root; drafts that read the target's hidden states lose accuracy with
-the depth.
+independently of everything else, given the class c. So misses cluster. ``depth`` is 0 for a draft
+model, whose proposal does not depend on the root; drafts that read the target's hidden states lose
+accuracy with the depth.
 
 Where the first candidate is wrong, the target's token has the rank
 
@@ -20,7 +18,7 @@ Where the first candidate is wrong, the target's token has the rank
 ``tail_of`` gives the values of a draft of that hit rate: regressions over 16 published rank vectors
 of drafts from 68M to 7B (docs/calibration.md has their sources).
 
-Shape letters: G groups, C classes, D depths, K draft tokens per pass, R ranks.
+Shape letters: C classes, D depths, K draft tokens per pass, R ranks.
 """
 
 from collections.abc import Sequence
@@ -44,17 +42,15 @@ _MOST_ADAPTIVE = 64  # draft tokens per pass of the adaptive schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceModel:
-    """The parameters; by default one group, one class and no dependence on the depth."""
+    """The parameters; by default one class and no dependence on the depth."""
 
     top1: FloatArray  # float64[C], hit rate at depth 0
     # float64[C], probability to keep the class at the next position
     stay: FloatArray = field(default_factory=lambda: np.zeros(1))
     # float64[D], added to the log odds at each depth; the last entry also applies beyond D
     depth: FloatArray = field(default_factory=lambda: np.zeros(1))
-    # float64[G], share of the prompts in each group
-    group_shares: FloatArray = field(default_factory=lambda: np.ones(1))
-    # float64[G, C], distribution of a newly drawn class; rows sum to 1
-    weights: FloatArray = field(default_factory=lambda: np.ones((1, 1)))
+    # float64[C], distribution of a newly drawn class
+    weights: FloatArray = field(default_factory=lambda: np.ones(1))
 
     def hit_rates(self, num_depths: int) -> FloatArray:
         added = self.depth[np.minimum(np.arange(num_depths), len(self.depth) - 1)]
@@ -64,12 +60,10 @@ class AcceptanceModel:
 
     def hit_rate(self) -> float:
         occupied = self.weights / np.maximum(1.0 - self.stay, _EDGE)
-        return float(self.group_shares @ (occupied @ self.top1 / occupied.sum(axis=1)))
+        return float(occupied @ self.top1 / occupied.sum())
 
     def tokens_per_pass(self, num_draft_tokens: int) -> float:
-        """Returns the expected emitted tokens per target pass of a chain of K draft tokens, over
-        equally long prompts.
-        """
+        """Returns the expected emitted tokens per target pass of a chain of K draft tokens."""
         return self._tokens([num_draft_tokens], [0], [0])
 
     def adaptive_tokens_per_pass(self) -> float:
@@ -85,28 +79,21 @@ class AcceptanceModel:
         all were accepted, else ``less[i]``: with the class a Markov chain, so the average is exact.
         """
         hits, size = self.hit_rates(max(counts) + 1), (len(counts), len(self.top1))
-        passes_per_token = []
-        for weights in self.weights:
-            step = np.diag(self.stay) + np.outer(1.0 - self.stay, weights)
-            alive, missed = (
-                [np.eye(len(step))],
-                [np.zeros_like(step)],
-            )  # [class at start, class now]
-            accepted = [np.zeros(len(step))]  # before each depth, as the sums of misses
-            for hit in hits.T:
-                missed.append(missed[-1] + (alive[-1] * (1.0 - hit)) @ step)
-                accepted.append(accepted[-1] + (alive[-1] * hit).sum(axis=1))
-                alive.append((alive[-1] * hit) @ step)
-            starts = np.zeros(size + size)
-            for at, count in enumerate(counts):
-                starts[at, :, less[at]] += missed[count]
-                starts[at, :, more[at]] += alive[count] @ step  # the bonus token has no draft token
-            system = starts.reshape(-1, size[0] * size[1]).T - np.eye(size[0] * size[1])
-            system[-1] = 1.0  # the stationary distribution sums to 1
-            root = spsolve(csc_array(system), np.eye(len(system))[-1])
-            tokens = 1.0 + root @ np.concatenate([accepted[count] for count in counts])
-            passes_per_token.append(1.0 / tokens)
-        return float(1.0 / (self.group_shares @ passes_per_token))
+        step = np.diag(self.stay) + np.outer(1.0 - self.stay, self.weights)
+        alive, missed = [np.eye(len(step))], [np.zeros_like(step)]  # [class at start, class now]
+        accepted = [np.zeros(len(step))]  # before each depth, as the sums of misses
+        for hit in hits.T:
+            missed.append(missed[-1] + (alive[-1] * (1.0 - hit)) @ step)
+            accepted.append(accepted[-1] + (alive[-1] * hit).sum(axis=1))
+            alive.append((alive[-1] * hit) @ step)
+        starts = np.zeros(size + size)
+        for at, count in enumerate(counts):
+            starts[at, :, less[at]] += missed[count]
+            starts[at, :, more[at]] += alive[count] @ step  # the bonus token has no draft token
+        system = starts.reshape(-1, size[0] * size[1]).T - np.eye(size[0] * size[1])
+        system[-1] = 1.0  # the stationary distribution sums to 1
+        root = spsolve(csc_array(system), np.eye(len(system))[-1])
+        return float(1.0 + root @ np.concatenate([accepted[count] for count in counts]))
 
 
 # Ranks where the first candidate is wrong.

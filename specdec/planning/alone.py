@@ -71,7 +71,7 @@ def measure_alone(
         until=began + chosen.budget_s,
     )
     done = len(units[0])
-    simulator = Simulator(models.loaded[0], None, of="runs", prompts=done * batch)
+    simulator = Simulator(models.loaded[0], prompts=done * batch)
     for made, of in zip(candidates, units, strict=True):
         simulator.put(made, _LENGTH, of)
     search = Search(
@@ -80,7 +80,6 @@ def measure_alone(
         chosen=chosen,
         requests=0.0,
         length=_LENGTH,
-        chain_length=0,
         progress=progress,
     )
     ranked = search.ranked(candidates, done)
@@ -102,7 +101,6 @@ def measure_alone(
         left_out=left_out,
         complete=done == count,
         notes=(*notes, *(f"{name} was not tried: {why}" for name, why in left_out.items())),
-        search_s=monotonic() - began,
     )
     return plan, ranked[0]
 

@@ -1,9 +1,10 @@
-"""The answer of a finished search: ranking, what decides it, what would change it; its check."""
+"""The answer of a finished search: ranking, what decides it, further batches; its check."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,15 @@ from specdec.planning.candidates import (
     OTHER_PROGRAM,
     PLAIN,
     Candidate,
-    Simulator,
     Times,
     Unit,
     effective,
     interval,
     label,
 )
-from specdec.planning.machines import DoesNotFit, chain_cell, crossover, engine_flags
+from specdec.planning.machines import DoesNotFit, engine_flags
 from specdec.planning.search import Search
-from specdec.profiling.trees import as_yaml
+from specdec.profiling.job import as_yaml
 from specdec.report.results import read_requests
 
 PRESET = "planned"
@@ -36,15 +36,11 @@ TABLE_FILE = "plan.txt"
 _SHOWN = 8  # rows of the ranking
 _WIDTH = 110
 _EXECUTOR_KEYS = ("stages", "target_degree", "draft_degree", "shared", "replicas")
-_BATCHES = (1, 4, 16, 64)
 _FEW_UNITS = 4  # units (batches of prompts) at batch sizes that are not ranked
 _SHORT = 32  # tokens per prompt when sizes are screened
 _SCREENED = 3  # candidates that are left after screening
 _CUT = 0.9  # factor of the cost of one kind of work, whose share is sought
-_PROMPTS = 6  # of simulations under changed inputs
-_FINALISTS = 3  # presets that are simulated under changed inputs
-_ODDS = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
-_LINKS = (0.1, 0.3, 3.0, 10.0, 30.0)
+_PROMPTS = 6  # of simulations at 90 % of a cost
 _HIDDEN = 0.02  # work is called hidden if the time depends on it by less than this share
 _WORK = {
     **{"stage": "the target's passes", "draft": "drafting", "transfer": "transfers"},
@@ -81,13 +77,8 @@ class Plan:
     acceptance: str  # a description, as ``machine``
     machine: str
     decides: tuple[str, ...]  # sentences on what the first choice depends on
-    changes: tuple[Mapping[str, Any], ...] = ()  # the fastest under each other hit rate and link
-    changes_text: tuple[str, ...] = ()
-    chains: tuple[Mapping[str, Any], ...] = ()  # by batch size and context, of ``chain_cell``
-    crossover: Mapping[int, int | None] = field(
-        default_factory=dict
-    )  # context -> requests from which on plain is best
-    by_batch: tuple[Mapping[str, Any], ...] = ()  # the fastest at each further batch size
+    # The fastest at each further batch size and context.
+    by_batch: tuple[Mapping[str, Any], ...] = ()
     engines: Mapping[str, str] = field(default_factory=dict)  # engine -> flags for the best chain
     memory_limit_gb: float | None = None
     left_out: Mapping[str, str]  # preset -> why it was not simulated
@@ -111,18 +102,12 @@ class Plan:
 
 
 def conclude(
-    search: Search,
-    acceptance: Acceptance,
-    finalists: Sequence[Candidate],
-    *,
-    draft: str,
-    overrides: Sequence[str],
+    search: Search, acceptance: Acceptance, finalists: Sequence[Candidate], *, draft: str
 ) -> tuple[Plan, Candidate]:
     """Returns the plan of a finished search, and its first choice; ``finalists`` include plain
     decoding, and ``draft`` is for the flags of engines.
     """
     chosen, machine = search.chosen, search.machine
-    batch, context = chosen.batch[0], chosen.context[0]
     ranked = search.ranked(finalists, chosen.prompts)
     choices = choices_of(search, ranked)
     winner, units = ranked[0], search.units(ranked[0], chosen.prompts)
@@ -131,37 +116,25 @@ def conclude(
         of_presets.setdefault(candidate.name, candidate)
     plain = of_presets.pop(PLAIN)
     others = list(of_presets.values())
-    changes = list(_changes(search, acceptance, [*others, plain], winner))
-    table = acceptance.chain_table()
-    contexts = chosen.context if machine.prices_context else chosen.context[:1]
-    batches = machine.batches or (chosen.batch if len(chosen.batch) > 1 else _BATCHES)
-    cells = (chain_cell(machine, table, b, c) for c in contexts for b in batches)
-    limits = {} if machine.batches else {c: crossover(machine, table, c) for c in contexts}
-    best = chain_cell(machine, table, batch, context)
-    number = None if best is None else best["draft_tokens"]
     requests = acceptance.requests if acceptance.drawn else 0
     unit_dicts = [asdict(unit) for unit in units]
     plan = Plan(
         choices=choices,
         objective=chosen.objective,
-        batch=batch,
-        context=context,
+        batch=chosen.batch[0],
+        context=chosen.context[0],
         devices=machine.devices,
         acceptance=f"{acceptance.label}; hit rate {acceptance.hit_rate:.3f}",
         machine=machine.name,
         decides=tuple(_decides(search, winner, units, choices)),
-        changes=tuple(changes),
-        changes_text=tuple(_sentences(changes, winner.name, acceptance.hit_rate)),
-        chains=tuple(cell for cell in cells if cell is not None),
-        crossover=limits,
         by_batch=tuple(_by_batch(search, others, plain)),
-        engines=engine_flags(number, draft, chosen.drafter, winner.config),
+        engines=engine_flags(search.chain_tokens, draft, chosen.drafter, winner.config),
         memory_limit_gb=machine.memory_gb,
         left_out=search.left_out,
         complete=search.complete,
         notes=tuple(_notes(search, acceptance)),
         expected={"units": unit_dicts, "requests": requests, "error": machine.error},
-        overrides=tuple(overrides),
+        simulated_tokens=search.simulator.simulated_tokens,
     )
     return plan, winner
 
@@ -241,68 +214,15 @@ def _decides(
         yield f"tokens per answer of the target: {', '.join(compared)}"
 
 
-def _changes(
-    search: Search, acceptance: Acceptance, candidates: Sequence[Candidate], winner: Candidate
-) -> Iterator[dict[str, Any]]:
-    """Simulates the best presets (plain decoding last) under changed acceptance and transfer times,
-    unless the budget is spent or the first choice needs real models.
-    """
-    if winner.decoded or not search.has_time():
-        return
-    search.progress.phase("sensitivity", len(_ODDS) + len(_LINKS))
-    kept = [candidate for candidate in candidates if not candidate.decoded]
-    kept = [*kept[:_FINALISTS], kept[-1]]
-
-    def row(what: str, value: float, where: Search, tried: Sequence[Candidate]) -> dict[str, Any]:
-        best = where.ranked(tried, _PROMPTS)[0]
-        seconds = where.times(best, _PROMPTS).mean
-        search.progress.advance()
-        named = {"label": str(best), "name": best.name, "seconds": seconds}
-        return {"what": what, "value": value, **named}
-
-    path, prompts = search.simulator.path, _PROMPTS * search.chosen.batch[0]
-    with suppress(UserError):  # a trace has no ranks to change
-        for odds in _ODDS:
-            other = acceptance.shifted(odds)
-            simulator = Simulator(other.pair(), path, of=f"odds{odds:+g}", prompts=prompts)
-            yield row("hit rate", other.hit_rate, replace(search, simulator=simulator), kept)
-    if any("transfer" in c.config["clock"]["costs"] for c in kept):
-        for factor in _LINKS:
-            yield row("transfers", factor, search, [c.rescaled({"transfer": factor}) for c in kept])
-
-
-def _sentences(changes: Sequence[Mapping[str, Any]], name: str, hit_rate: float) -> Iterator[str]:
-    forms = [("hit rate", hit_rate, "{:.2f}", "", "")]
-    forms += [("transfers", 1.0, "{:g}", " times", " times their time")]
-    for what, here, form, unit, of_time in forms:
-        rows = sorted((c for c in changes if c["what"] == what), key=itemgetter("value"))
-        if not rows:
-            continue
-        others = []
-        for side in (
-            [row for row in reversed(rows) if row["value"] < here],
-            [row for row in rows if row["value"] > here],
-        ):
-            values = [form.format(value) for value in (here, *(row["value"] for row in side))]
-            at = next((at for at, row in enumerate(side) if row["name"] != name), None)
-            if at is not None:
-                first = f"{side[at]['label']} is first at {values[at + 1]}{of_time}"
-                others.append(f"{first} (not at {values[at]})")
-        low, high = (form.format(row["value"]) for row in (rows[0], rows[-1]))
-        if others:
-            yield f"{what}: {'; '.join(others)} (tried {low} to {high}{unit})"
-        else:
-            yield f"{what}: {name} stays first from {low} to {high}{unit}"
-
-
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fastest of the ranked presets at the other batch sizes, in its layout; larger
-    batches favour smaller trees, so halved sizes are tried too.
+    """Yields the fastest at the other batch sizes and contexts, of the ranked presets in their
+    layouts; larger batches favour smaller trees, so halved sizes are tried too.
     """
-    machine, context = search.machine, search.chosen.context[0]
-    for batch in search.chosen.batch[1:]:
+    machine, chosen = search.machine, search.chosen
+    contexts = chosen.context if machine.prices_context else chosen.context[:1]
+    for context, batch in [*product(contexts, chosen.batch)][1:]:
         screened: list[tuple[float, Candidate]] = []
         for candidate in (size for best in of_presets for size in (best, *best.smaller())):
             if screened and not search.has_time():
@@ -319,7 +239,8 @@ def _by_batch(
         speed = 1.0 / Times.of(search.units(best, _FEW_UNITS), "throughput").mean
         plain_s, best_s = (search.times(c, _FEW_UNITS).mean for c in (base, best))
         gain = plain_s / best_s
-        yield {"batch": batch, "label": str(best), "tokens_per_s": speed, "gain": gain}
+        found = {"label": str(best), "tokens_per_s": speed, "gain": gain}
+        yield {"batch": batch, "context": context, **found}
 
 
 def _notes(search: Search, acceptance: Acceptance) -> Iterator[str]:
@@ -384,11 +305,9 @@ def table(plan: Plan) -> str:
         f" {'measured' if plan.measured else 'simulated'} time on {plan.machine}",
         f"acceptance: {plan.acceptance}",
         *_ranking(plan),
-        *_chains(plan),
     ]
     texts = [f"decides: {text}" for text in plan.decides]
-    texts += [f"changes it: {text}" for text in plan.changes_text]
-    row = "at batch {batch}: {label}, {tokens_per_s:.1f} tokens/s ({gain:.2f}x)"
+    row = "at batch {batch}, context {context}: {label}, {tokens_per_s:.1f} tokens/s ({gain:.2f}x)"
     texts += [row.format(**of_batch) for of_batch in plan.by_batch]
     texts += [f"{engine}: {flags}" for engine, flags in plan.engines.items()]
     texts += [f"note: {text}" for text in plan.notes]
@@ -423,24 +342,6 @@ def _ranking(plan: Plan) -> list[str]:
         )
         rows.append(row)
     return _aligned(rows, left=2)
-
-
-def _chains(plan: Plan) -> list[str]:
-    if not plan.chains:
-        return []
-    batches = sorted({cell["batch"] for cell in plan.chains})
-    rows = [["context", *(f"batch {b}" for b in batches), "plain best from"]]
-    for context in dict.fromkeys(cell["context"] for cell in plan.chains):
-        cells = {
-            cell["batch"]: f"{cell['draft_tokens']} ({cell['gain']:.2f}x)"
-            for cell in plan.chains
-            if cell["context"] == context
-        }
-        start = plan.crossover.get(context)
-        limit = "-" if start is None else f"batch {start}"
-        rows.append([str(context), *(cells.get(b, "does not fit") for b in batches), limit])
-    title = "draft tokens of the best chain drafted before each pass (gain over plain decoding), by"
-    return [f"{title} formula:", *_aligned([r if plan.crossover else r[:-1] for r in rows], left=0)]
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:

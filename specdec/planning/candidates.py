@@ -21,13 +21,13 @@ from specdec.pairs import ModelPair
 from specdec.parts.build import locate
 from specdec.parts.fields import did_you_mean, signature_of
 from specdec.planning.machines import Layout, Machine, scaled
-from specdec.profiling.trees import clock_node
 from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.sources import NullSource, SyntheticSource
 from specdec.state import StopRules
 from specdec.types import FloatArray
 
 PLAIN = "ar"
+CHAIN = "speculative"  # a chain of draft tokens before each pass, as engines have it
 OTHER_PROGRAM = "decoding of another program, which is not simulated"
 """The reason to leave out presets that run another program instead of composing parts."""
 
@@ -119,6 +119,10 @@ class Candidate:
         policy = self.config["policy"]
         sizes = [(k, policy[k] // by) for k in SIZES if type(policy.get(k)) is int for by in (2, 4)]
         return [self.with_size(key, size) for key, size in sizes if size]
+
+
+def clock_node(name: str, costs: Mapping[str, Any], note: str = "") -> dict[str, Any]:
+    return {"kind": "simulated", "profile": name, "scale": 1.0, "note": note, "costs": costs}
 
 
 def label(name: str, sizes: Mapping[str, Any]) -> str:
@@ -276,19 +280,17 @@ class Simulator:
     def __init__(
         self,
         pair: ModelPair,
-        path: Path | None,
+        path: Path | None = None,
         *,
-        of: str,
         prompts: int,
         models: Callable[[], tuple[ModelPair, Sequence[TokenPrompt]]] | None = None,
     ) -> None:
         """Reads the results that the file has.
 
-        ``pair`` reproduces the acceptance called ``of`` in their keys; ``prompts`` are drawn, or at
-        most taken from a record. ``models`` loads real models, for candidates that no law or record
-        can reproduce.
+        ``prompts`` are drawn, or at most taken from a record. ``models`` loads real models, for
+        candidates that no law or record can reproduce.
         """
-        self._pair, self.path, self._of, self._models = pair, path, of, models
+        self._pair, self._path, self._models = pair, path, models
         self._known: dict[str, Unit] = {}
         self.simulated_tokens = 0
         shape = (prompts, _PROMPT_TOKENS)
@@ -316,7 +318,7 @@ class Simulator:
         """
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
-        keys = [f"{self._of}:{candidate.key}:{length}:{at}" for at in range(count)]
+        keys = [f"{candidate.key}:{length}:{at}" for at in range(count)]
         if not self._known.keys() >= {*keys}:
             self._decode(candidate, keys, batch, length)
         return [self._known[key] for key in keys]
@@ -324,14 +326,14 @@ class Simulator:
     def put(self, made: Candidate, length: int, units: Sequence[Unit]) -> None:
         """Stores measured results of the first units in place of simulated ones."""
         for at, unit in enumerate(units):
-            self._keep(f"{self._of}:{made.key}:{length}:{at}", unit)
+            self._keep(f"{made.key}:{length}:{at}", unit)
 
     def copy_scaled(self, made: Candidate, slower: Candidate, factor: float) -> None:
         """Copies results of ``made`` to ``slower``, whose costs are all ``factor`` times as large:
         the schedule is the same.
         """
         for key, unit in list(self._known.items()):
-            target = key.replace(f":{made.key}:", f":{slower.key}:")
+            target = key.replace(made.key, slower.key)
             if target not in self._known:
                 times = {name: round(getattr(unit, name) * factor, _DIGITS) for name in TIMES}
                 self._keep(target, replace(unit, **times))
@@ -360,6 +362,6 @@ class Simulator:
 
     def _keep(self, key: str, unit: Unit) -> None:
         self._known[key] = unit
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, **asdict(unit)}) + "\n")

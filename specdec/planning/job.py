@@ -26,7 +26,7 @@ from specdec.planning.answer import (
     write_plan,
 )
 from specdec.planning.candidates import OTHER_PROGRAM, PLAIN, Candidate, Simulator, presets
-from specdec.planning.machines import Machine, Profiled, chain_cell, machine_of
+from specdec.planning.machines import Machine, Profiled, machine_of
 from specdec.planning.measuring import ModelsHere, calibrated, measured_here
 from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.search import Search
@@ -139,7 +139,7 @@ def searched(
     round's candidates with plain decoding.
     """
     chosen, extra, began = request.chosen, request.extra, monotonic()
-    batch, context = chosen.batch[0], chosen.context[0]
+    batch = chosen.batch[0]
     progress.note(
         f"at most about {chosen.budget_s:g} s (budget_s)"
         + ("" if request.acceptance else ", and what one decoding of the prompts takes")
@@ -147,27 +147,27 @@ def searched(
     models = ModelsHere(request.decoding_words, extra, progress)
     acceptance = request.acceptance or _recorded(models, folder)
     machine = request.machine or _measured(models, acceptance, chosen, folder)
-    pair = acceptance.pair()
+    pair = acceptance.pair
     prompts = max(chosen.prompts, _UNITS * batch, _FEW_UNITS * max(chosen.batch))
     simulator = Simulator(
-        pair, folder / _EVALUATIONS, of="plan", prompts=prompts, models=lambda: models.loaded
+        pair, folder / _EVALUATIONS, prompts=prompts, models=lambda: models.loaded
     )
     words = [word for word in request.words if not word.startswith(("model", "threads="))]
-    tried, left_out = presets([*words, *acceptance.overrides], extra, chosen.strategies, pair)
+    tried, left_out = presets(
+        [*words, *acceptance.overrides], extra, chosen.strategies, acceptance.pair
+    )
     calibrates = request.machine is None and machine.devices == 1
     unknown = [name for name, why in left_out.items() if why != OTHER_PROGRAM]
     if request.acceptance is None:
         decoded, reasons = presets(models.words, extra, unknown, measured=calibrates)
         left_out = {k: v for k, v in left_out.items() if k not in unknown} | reasons
         tried, unknown = [*tried, *decoded], list(reasons)
-    best_chain = chain_cell(machine, acceptance.chain_table(), batch, context)
     search = Search(
         machine=machine,
         simulator=simulator,
         chosen=chosen,
         requests=acceptance.requests / batch if acceptance.drawn else 0.0,
         length=_LENGTH,
-        chain_length=0 if best_chain is None else best_chain["draft_tokens"],
         progress=progress,
         left_out=left_out,
         unknown=unknown,
@@ -207,9 +207,8 @@ def _measured(
         shape = {"stages": stages, "devices": devices, "length": _LENGTH}
         write_json(stored, measured_here(models, acceptance, batches=chosen.batch, **shape))
     values = parse_json(stored.read_bytes())
-    by_batch = {int(batch): costs for batch, costs in values.pop("by_batch").items()}
-    known = {"by_batch": by_batch, "batches": tuple(by_batch), **values}
-    return Profiled(name=MEASURED, devices=devices, stages=stages, **known)
+    values["by_batch"] = {int(batch): costs for batch, costs in values["by_batch"].items()}
+    return Profiled(name=MEASURED, devices=devices, stages=stages, **values)
 
 
 def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
@@ -218,19 +217,14 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
         models = ModelsHere(request.decoding_words, request.extra, progress)
         keys = [key for key, value in request.model.items() if value is not None]
         plan, winner = measure_alone(models, request.chosen, keys)
-        plan = replace(plan, overrides=request.words, folder=str(folder))
-        write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
-        if plan.complete:
-            write_json(folder / SEARCH_FILE, {"s": plan.search_s})
-        return plan
-    search, acceptance, finalists = searched(request, folder, progress)
-    draft = str(request.model.get("draft") or "DRAFT")
-    plan, winner = conclude(search, acceptance, finalists, draft=draft, overrides=request.words)
-    tokens, seconds = search.simulator.simulated_tokens, monotonic() - began
-    plan = replace(plan, simulated_tokens=tokens, search_s=seconds, folder=str(folder))
+    else:
+        draft = str(request.model.get("draft") or "DRAFT")
+        plan, winner = conclude(*searched(request, folder, progress), draft=draft)
+    seconds = monotonic() - began
+    plan = replace(plan, overrides=request.words, search_s=seconds, folder=str(folder))
     write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))
     if plan.complete:
-        write_json(folder / SEARCH_FILE, {"tokens": tokens, "s": seconds})
+        write_json(folder / SEARCH_FILE, {"tokens": plan.simulated_tokens, "s": seconds})
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Layouts of target and draft on devices, the machines that price them, and chains on them.
+"""Layouts of target and draft on devices, and the machines that price them.
 
 A pass of R rows of a model on d devices of a described machine, which share every layer, takes
 
@@ -11,30 +11,22 @@ fitted by ``experiments/plan/roofline.py``, which states the error on models tha
 use, to 156 published pass times: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8
 GPUs (AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
 swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm).
-
-How many draft tokens of a chain pay is found by a formula: all requests of a batch share each pass,
-and drafting precedes it (Leviathan et al. 2023, section 3.3, with measured tokens per pass and
-times that depend on the rows).
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import log
 from pathlib import Path
 from typing import Any
 
-from specdec.clocks.profile import CostCurve
+from specdec.clocks.profile import curve_at
 from specdec.config.options import options, read_yaml
 from specdec.config.profiles import load_profile, with_draft
 from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
 from specdec.planning.options import PlanOptions
-from specdec.profiling.trees import curve_on
-from specdec.types import FloatArray
 
-_MOST_REQUESTS = 4096
 _LOOKUP_MAX = 16  # most tokens of a match, as in source=prompt_lookup
 _LOOKUP = "specdec.sources.PromptLookupSource"
 _SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
@@ -107,7 +99,6 @@ class Machine:
     devices: int
     note: str = ""  # origin of the times
     error: float = 0.05  # relative error of the times, assumed for measured ones
-    batches: tuple[int, ...] | None = None  # numbers of requests with known times; None: any
     memory_gb: float | None = None  # of a device; None if it and the models' sizes are unknown
     target_gb: float = 0.0
     draft_gb: float = 0.0
@@ -116,7 +107,7 @@ class Machine:
     @property
     def prices_context(self) -> bool:
         """Whether times depend on the context; measured ones are of a single one."""
-        return self.kv_kb > 0 and self.batches is None
+        return False
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         raise NotImplementedError
@@ -153,14 +144,14 @@ class Profiled(Machine):
         nearest = min(self.by_batch, key=lambda known: abs(log(known / batch)))
         costs = dict(self.by_batch[nearest])
         for kind, degree in (("stage", layout.degree), ("draft", layout.draft_degree)):
-            if curve := curve_on(self.degrees, kind, degree):
-                costs[kind] = curve
+            curves = self.degrees.get(kind, {})
+            known = [*map(int, curves)] or [0]
+            if min(known) <= degree <= max(known):
+                costs[kind] = curve_at(curves, degree)
             elif degree > 1:
                 raise DoesNotFit(f"{self.name} has no time of a {kind} on {degree} devices")
-        if any("devices" in c for c in costs.values()) and (layout.stages, layout.degree) != (
-            self.stages,
-            1,
-        ):
+        as_measured = (layout.stages, layout.degree) == (self.stages, 1)
+        if any("devices" in c for c in costs.values()) and not as_measured:
             raise DoesNotFit(
                 f"the devices of {self.name} differ: {self.stages} stages, one on each, are priced"
             )
@@ -237,6 +228,10 @@ class Described(Machine):
     boxes: Count = 1
     box_link_ms: NotNegative | None = None
     box_link_gb_s: Positive | None = None
+
+    @property
+    def prices_context(self) -> bool:
+        return self.kv_kb > 0
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
         degree, in_box = max(layout.degree, layout.draft_degree), self.devices // self.boxes
@@ -327,7 +322,7 @@ def machine_of(
 
 
 def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, Any]) -> Described:
-    not_keys = ("name", "note", "error", "batches")
+    not_keys = ("name", "note", "error")
     known = {f.name: f.default is MISSING for f in fields(Described) if f.name not in not_keys}
     for key in loaded:
         if key not in known:
@@ -346,66 +341,6 @@ def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, 
     if machine.devices % machine.boxes:
         raise UserError(f"{where}: {machine.devices} devices are not {machine.boxes} equal boxes")
     return machine
-
-
-# Chains of draft tokens, by formula.
-
-
-def chain_cell(
-    machine: Machine, tokens_per_pass: FloatArray, batch: int, context: int
-) -> dict[str, Any] | None:
-    """Returns the fastest chain over all layouts, with 0 ``draft_tokens`` if plain decoding is
-    best; None if none fits.
-
-    ``tokens_per_pass`` is float64[K + 1]. Speeds are those of all requests together, each in its
-    best layout; ``gain`` is their ratio.
-    """
-    speeds: dict[tuple[int, str], float] = {}
-    for layout in layouts(machine.devices, own_draft=False, staged=True, copies=False):
-        with suppress(DoesNotFit):
-            costs = machine.costs(layout, batch, context)
-            for draft_tokens, tokens in enumerate(tokens_per_pass.tolist()):
-                seconds = 1e-3 * round_ms(costs, layout, batch, draft_tokens)
-                speeds[draft_tokens, str(layout)] = batch * tokens / seconds
-    if not speeds:
-        return None
-    draft_tokens, layout_text = max(speeds, key=lambda chain: speeds[chain])
-    best = speeds[draft_tokens, layout_text]
-    plain = max(speed for (number, _), speed in speeds.items() if not number)
-    return {
-        **{"batch": batch, "context": context, "draft_tokens": draft_tokens},
-        **{"tokens_per_s": best, "plain_tokens_per_s": plain, "layout": layout_text},
-        "gain": best / plain,
-    }
-
-
-def round_ms(costs: Mapping[str, Any], layout: Layout, batch: int, draft_tokens: int) -> float:
-    def ms(kind: str, rows: int) -> float:
-        return CostCurve.of(costs[kind])(rows) if kind in costs else 0.0
-
-    rows = batch * (draft_tokens + 1)
-
-    def over_stages(kind: str) -> float:
-        factors = costs.get(kind, {}).get("devices") or [1.0] * layout.stages
-        return ms(kind, rows) * sum(factors)
-
-    stages = over_stages("stage") + (over_stages("transfer") if layout.stages > 1 else 0.0)
-    after = ms("head", rows) + (ms("prune", rows) if draft_tokens else 0.0)
-    return stages + after + draft_tokens * ms("draft", batch)
-
-
-def crossover(machine: Machine, tokens_per_pass: FloatArray, context: int) -> int | None:
-    """Returns the least power of two of requests from which on plain decoding stays best; None if
-    chains pay up to ``_MOST_REQUESTS``, or up to what fits.
-    """
-    start, batch = None, 1
-    while batch <= _MOST_REQUESTS:
-        cell = chain_cell(machine, tokens_per_pass, batch, context)
-        if cell is None:
-            break
-        start = None if cell["draft_tokens"] else start or batch
-        batch *= 2
-    return start
 
 
 def engine_flags(

@@ -28,16 +28,24 @@ from specdec.clocks.timed_runs import timed_run
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
+from specdec.models.config_values import config_value
 from specdec.models.loading import DTYPES
+from specdec.models.onnx.support import head_size
 from specdec.pairs import HuggingFacePair
 from specdec.planning.acceptance import Acceptance
-from specdec.planning.candidates import PLAIN, TIMES, Candidate, Simulator, Times, Unit
+from specdec.planning.candidates import (
+    PLAIN,
+    TIMES,
+    Candidate,
+    Simulator,
+    Times,
+    Unit,
+    clock_node,
+)
 from specdec.planning.search import Search
-from specdec.profiling.limits import kv_bytes
 from specdec.profiling.passes import costs_of, measure_model
-from specdec.profiling.trees import clock_node, load
 from specdec.report.provenance import host_memory
-from specdec.runs.jobs import Progress, stop_rules
+from specdec.runs.jobs import Progress, prepare, stop_rules
 from specdec.runs.runners import PartsRunner, TokenPrompt, run_interleaved
 
 PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
@@ -68,7 +76,10 @@ class ModelsHere:
 
     @cached_property
     def loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
-        pair, prompts = load(self.config(PLAIN), self.progress)
+        config = self.config(PLAIN)
+        if config.get("threads"):
+            torch.set_num_threads(int(config["threads"]))
+        pair, prompts, _ = prepare(config, progress=self.progress)
         if not isinstance(pair, HuggingFacePair):
             raise UserError("profile=measured measures models: use model=tiny, hf or random")
         return pair, prompts
@@ -166,11 +177,13 @@ def measured_here(
     if memory is None:
         return fields
     config, weights = pair.target.config.get_text_config(), pair.weight_bytes
+    heads = config_value(config, "num_key_value_heads", config.num_attention_heads)
+    layer_bytes = 2 * heads * head_size(config) * DTYPES[str(pair.dtype)].itemsize
     return {
         **fields,
         "target_gb": weights["target"] / 1e9,
         "draft_gb": weights.get("draft", 0) / 1e9,
-        "kv_kb": pair.num_layers * kv_bytes(config, DTYPES[str(pair.dtype)].itemsize) / 1e3,
+        "kv_kb": pair.num_layers * layer_bytes / 1e3,
         "memory_gb": round(memory / (1 if on_gpu else devices) / 1e9, 1),  # of a process, on a CPU
     }
 
@@ -185,7 +198,7 @@ def with_controller(
     real = models.decode(
         configs, batch=batch, **shape, rounds=_ROUNDS, on_turn=models.progress.advance
     )
-    simulator = Simulator(acceptance.pair(), None, of="controller", prompts=acceptance.requests)
+    simulator = Simulator(acceptance.pair, prompts=acceptance.requests)
 
     def total_s(units: Sequence[Unit]) -> float:
         return sum(unit.seconds if batch == 1 else unit.clock_s for unit in units)
@@ -274,12 +287,9 @@ def _trials(
     rows = {}
     for (made, _), units in zip(candidates, real, strict=True):
         measured = Times.of(units, search.chosen.objective, made.layout.devices).mean
-        simulated = search.units(made, len(units))
         rows[made.key] = {
             "candidate": str(made),
             "ratio": measured / search.times(made, len(units)).mean,
-            "tokens_per_answer": Times.ratio(units, "emitted", "answers").mean,
-            "simulated_tokens_per_answer": Times.ratio(simulated, "emitted", "answers").mean,
             "tokens_per_s": [round(u.tokens / u.seconds, 2) for u in units if u.seconds > 0.0],
         }
     return rows

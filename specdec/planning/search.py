@@ -13,6 +13,7 @@ from time import monotonic
 
 from specdec.errors import UserError
 from specdec.planning.candidates import (
+    CHAIN,
     PLAIN,
     SIZES,
     Candidate,
@@ -47,7 +48,6 @@ class Search:
     chosen: PlanOptions
     requests: float  # units that the acceptance was fitted to; see ``effective``
     length: int  # tokens per prompt
-    chain_length: int  # draft tokens of the best chain by formula, which are tried too
     progress: Progress
     left_out: dict[str, str] = field(default_factory=dict)  # preset -> why it is not simulated
     unknown: list[str] = field(default_factory=list)  # presets that need models
@@ -87,12 +87,23 @@ class Search:
                 self.left_out[name] = f"more than {_HOPELESS} times slower than the best preset"
                 del tried[name]
             self.progress.advance(detail=name)
-        groups = [self._entering(tried[name]) for name in order if name in tried]
+        groups = [_fastest(tried[name])[:_PER_PRESET] for name in order if name in tried]
         # The best of every preset comes first, in case there is no time for all.
         left = [made for nth in zip_longest(*groups) for made in nth if made is not None]
         for prompts, kept in _ROUNDS:
             left = self._round(left, prompts or self.simulator.num_prompts, kept)
         return [*left, plain]
+
+    @property
+    def chain_tokens(self) -> int | None:
+        """Draft tokens of the fastest chain of ``CHAIN``; 0 if plain decoding is faster, None if no
+        chain was tried.
+        """
+        if CHAIN not in self._tried:
+            return None
+        tried = self._tried[CHAIN]
+        gamma = int(_fastest(tried)[0].config["policy"]["gamma"])
+        return gamma if _best_s(tried) < _best_s(self._tried[PLAIN]) else 0
 
     def so_far(self) -> str:
         """Says what the first round has found, for a search that is interrupted."""
@@ -180,14 +191,6 @@ class Search:
                     return
                 with suppress(UserError, ValueError):  # sizes that do not fit together
                     self._try(best.with_size(key, value), tried)
-
-    def _entering(self, tried: _Tried) -> list[Candidate]:
-        """Returns the best sizes of a preset; for chains also the length from the formula."""
-        kept = _fastest(tried)[:_PER_PRESET]
-        lengths = [c.config["policy"].get("gamma") for c in kept]
-        if self.chain_length and type(lengths[0]) is int and self.chain_length not in lengths:
-            kept.append(kept[0].with_size("gamma", self.chain_length))
-        return kept
 
     def _round(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
         """Keeps the best; of those that are worse with 97.5 % certainty, one of each preset."""

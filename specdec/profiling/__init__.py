@@ -1,4 +1,4 @@
-"""``specdec profile``: measures a latency profile and proposes a tree and a device split.
+"""``specdec profile``: measures a latency profile.
 
 This file imports nothing, so that the processes that measure transfers start without transformers.
 """

@@ -18,6 +18,7 @@ from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, Index, PositiveShare, validated
 from specdec.train.drafter import Drafter
 from specdec.train.losses import Goal, LossOptions
+from specdec.train.texts import Batch
 
 _CHUNK = 32  # anchors per pass when agreement is measured
 
@@ -82,15 +83,9 @@ class BlockDrafter(Drafter):
         )
         return rows
 
-    def loss(
-        self,
-        target: FrozenModel,
-        tokens_BS: Tensor,
-        counts_BS: Tensor,
-        options: LossOptions,
-        step: int,
-    ) -> Tensor:
+    def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
         """Draft k of a block at anchor a learns the target's distribution of token a + 1 + k."""
+        tokens_BS, counts_BS = batch.tokens_BS, batch.counts_BS
         drafts, length = self.num_drafts, tokens_BS.shape[1]
         with torch.no_grad():
             streams = target.residuals(tokens_BS, self.layers)
@@ -98,7 +93,7 @@ class BlockDrafter(Drafter):
         useful = counts_BS[:, 2:].any(0).nonzero()[:, 0] + 1  # anchors before a token that counts
         if not len(useful):
             useful = torch.tensor([1], device=tokens_BS.device)
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(batch.step)
         chosen = torch.randperm(len(useful), generator=generator)[: self.spec.anchors]
         anchors_N = useful[chosen.sort().values.to(useful.device)]
         ahead = anchors_N[:, None] + torch.arange(1, drafts + 1, device=tokens_BS.device)  # [N, M]

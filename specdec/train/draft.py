@@ -21,6 +21,7 @@ from specdec.parts.fields import Index, validated
 from specdec.train.drafter import Drafter, chosen_rows, goal_of
 from specdec.train.heads import drafted_one_by_one
 from specdec.train.losses import LossOptions
+from specdec.train.texts import Batch
 
 
 @validated
@@ -70,15 +71,9 @@ class DraftModel(Drafter):
             for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
                 module.requires_grad_(False)
 
-    def loss(
-        self,
-        target: FrozenModel,
-        tokens_BS: Tensor,
-        counts_BS: Tensor,
-        options: LossOptions,
-        step: int,
-    ) -> Tensor:
-        b, t = chosen_rows(counts_BS, 1, options, step)
+    def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
+        tokens_BS = batch.tokens_BS
+        b, t = chosen_rows(batch, 1, options)
         with torch.no_grad():
             last = target.residuals(tokens_BS)[target.num_layers][b, t]
         goal = goal_of(target, last, None, options)

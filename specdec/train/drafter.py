@@ -22,6 +22,7 @@ from specdec.errors import UserError
 from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, validated
 from specdec.train.losses import Goal, LossOptions
+from specdec.train.texts import Batch
 
 
 class Drafter(nn.Module, ABC):
@@ -32,14 +33,7 @@ class Drafter(nn.Module, ABC):
     num_drafts = 1  # K of ``right``
 
     @abstractmethod
-    def loss(
-        self,
-        target: FrozenModel,
-        tokens_BS: Tensor,
-        counts_BS: Tensor,
-        options: LossOptions,
-        step: int,
-    ) -> Tensor:
+    def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
         """Returns the loss of predicting the tokens that count."""
 
     @abstractmethod
@@ -112,10 +106,10 @@ def draft_ids(
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
-def chosen_rows(counts_BS: Tensor, ahead: int, options: LossOptions, step: int) -> Sequence[Tensor]:
+def chosen_rows(batch: Batch, ahead: int, options: LossOptions) -> Sequence[Tensor]:
     """Returns (b, t), int64[N] each, of rows whose token ``ahead`` positions on counts."""
-    window, place = counts_BS[:, ahead:].nonzero(as_tuple=True)
-    first = step % options.every
+    window, place = batch.counts_BS[:, ahead:].nonzero(as_tuple=True)
+    first = batch.step % options.every
     return window[first :: options.every], place[first :: options.every]
 
 

@@ -22,6 +22,7 @@ from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, PositiveShare, Text, validated
 from specdec.train.drafter import Drafter, OutputOptions, goal_of
 from specdec.train.losses import LossOptions
+from specdec.train.texts import Batch
 
 _STD = 0.02  # of the initial matrices
 
@@ -133,24 +134,17 @@ class EagleDrafter(Drafter):
     def features(self, streams: dict[int, Tensor]) -> Tensor:
         return torch.cat([streams[layer + 1] for layer in self.head.config.layers], -1)
 
-    def loss(
-        self,
-        target: FrozenModel,
-        tokens_BS: Tensor,
-        counts_BS: Tensor,
-        options: LossOptions,
-        step: int,
-    ) -> Tensor:
+    def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
         """Row i of step s predicts token i + 2 + s, and learns the target's distribution there."""
-        head, steps, length = self.head, self.spec.steps, tokens_BS.shape[1]
-        tokens_BS = F.pad(tokens_BS, (0, steps - 1))  # all steps then have the same rows
-        counts_BS = F.pad(counts_BS, (0, steps + 1))
+        head, steps, length = self.head, self.spec.steps, batch.tokens_BS.shape[1]
+        tokens_BS = F.pad(batch.tokens_BS, (0, steps - 1))  # all steps then have the same rows
+        counts_BS = F.pad(batch.counts_BS, (0, steps + 1))
         with torch.no_grad():
             streams = target.residuals(tokens_BS, self.layers)
         # The first row that predicts a token that counts, in any window.
         first = max(0, int(counts_BS.any(0).nonzero()[0]) - 2)
         rows_A = torch.arange(
-            first + step % options.every, length - 1, options.every, device=tokens_BS.device
+            first + batch.step % options.every, length - 1, options.every, device=tokens_BS.device
         )
         if not len(rows_A):
             rows_A = torch.tensor([first], device=tokens_BS.device)

@@ -24,7 +24,7 @@ from specdec.parts.fields import Count, Index, NotNegative, Positive, Share, val
 from specdec.train.drafter import Drafter
 from specdec.train.losses import LossOptions
 from specdec.train.progress import Report
-from specdec.train.texts import Windows
+from specdec.train.texts import Batch, Windows
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
 """Ends of names of matrices with a row per token, which Muon does not train."""
@@ -180,8 +180,8 @@ class Fit:
         return self.finished
 
     def _loss(self, step: int) -> Tensor:
-        tokens, counts = (part.to(self.target.device) for part in self.windows.batch(step))
-        return self.drafter.loss(self.target, tokens, counts, self.loss, step)
+        tokens, counts = (part.to(self.target.device) for part in self.windows.batch(step)[:2])
+        return self.drafter.loss(self.target, Batch(tokens, counts, step), self.loss)
 
     def _log(self, loss: float) -> str:
         state = self.state

@@ -28,6 +28,7 @@ from specdec.train.drafter import (
     goal_of,
 )
 from specdec.train.losses import Goal, LossOptions
+from specdec.train.texts import Batch
 
 
 class PaperSettings(NamedTuple):
@@ -120,27 +121,20 @@ class StreamHeads(Drafter):
         self.layers = frozenset(layer for _, layer, _ in specs)
         self.name = self.heads[0].file
 
-    def loss(
-        self,
-        target: FrozenModel,
-        tokens_BS: Tensor,
-        counts_BS: Tensor,
-        options: LossOptions,
-        step: int,
-    ) -> Tensor:
+    def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
         with torch.no_grad():
-            streams = target.residuals(tokens_BS, self.layers)
+            streams = target.residuals(batch.tokens_BS, self.layers)
         losses: list[Tensor] = []
         goals: dict[int, Goal] = {}  # by offset
         with target.autocast():
             for head, output in zip(self.heads, self.outputs, strict=True):
                 ahead = head.offset + 1
-                b, t = chosen_rows(counts_BS, ahead, options, step)
+                b, t = chosen_rows(batch, ahead, options)
                 if head.offset not in goals:
                     last = streams[target.num_layers][b, t + head.offset]
                     goals[head.offset] = goal_of(target, last, output.ids, options)
                 hidden = head(head.inner(target, streams[head.number])[b, t])
-                labels = tokens_BS[b, t + ahead]
+                labels = batch.tokens_BS[b, t + ahead]
                 losses.append(goals[head.offset].loss(output(hidden), labels, slice(None)))
         return torch.stack(losses).mean()
 

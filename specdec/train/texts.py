@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,12 @@ def _generated(
     return texts[:, width:].cpu().numpy()
 
 
+class Batch(NamedTuple):
+    tokens_BS: Tensor  # int64, padded on the right
+    counts_BS: Tensor  # bool, which are an answer's
+    step: int  # of the run, from 0
+
+
 class Windows:
     """Texts cut into windows of at most ``length`` tokens, in seeded batches of similar lengths."""
 
@@ -222,11 +228,8 @@ class Windows:
     def num_tokens_of(self, step: int) -> int:
         return sum(len(self._windows[i][0]) for i in self.chosen(step))
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns tokens int64[B, S], padded on the right, and which are an answer's, bool[B, S].
-
-        The first token of a window never counts, since nothing in the window predicts it.
-        """
+    def batch(self, step: int) -> Batch:
+        """The first token of a window never counts, since nothing in the window predicts it."""
         rows = [self._windows[i] for i in self.chosen(step)]
         width = max(len(row) for row, _ in rows)
         tokens = torch.zeros(len(rows), width, dtype=torch.long)
@@ -234,4 +237,4 @@ class Windows:
         for i, (row, first) in enumerate(rows):
             tokens[i, : len(row)] = torch.from_numpy(row.astype(np.int64))
             counts[i, max(1, first) : len(row)] = True
-        return tokens, counts
+        return Batch(tokens, counts, step)

@@ -137,11 +137,6 @@ def write_files_of_pages(folder: Path) -> None:
     shutil.copytree(ROOT / "docs/examples", folder, dirs_exist_ok=True)
     careful = (folder / "conf/strategy/careful.yaml").read_text()
     (folder / "conf/strategy/mine.yaml").write_text(careful.replace("name: careful", "name: mine"))
-    # A preset as `specdec profile` writes one.
-    preset = (config_dir() / "strategy/swiftspec.yaml").read_text()
-    written = folder / "outputs/split/strategy/swiftspec_best.yaml"
-    written.parent.mkdir(parents=True)
-    written.write_text(preset.replace("name: swiftspec", "name: swiftspec_best"))
     (folder / "prompts.jsonl").write_text(json.dumps({"question": "Why?", "prompt": "x"}) + "\n")
     (folder / "prompts.txt").write_text("one\n\ntwo\n")
     for name in ("real", "box"):

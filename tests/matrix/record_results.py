@@ -47,8 +47,6 @@ COMMANDS = {
     "compare": f"compare strategies=[ar,staged,best_first,hf_generate] {SMALL} repeats=2"
     " executor=local output_dir=compare",
     "record": "record answers.jsonl draft=bundled:draft output_dir=record",
-    "profile": "profile profiling.use=pipedec_14 executor.stages=14 model=synthetic data.limit=1"
-    " output_dir=profile",
     "trace": "trace run",
     "report": "report compare",
 }

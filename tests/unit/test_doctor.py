@@ -22,6 +22,7 @@ from specdec.models.random import random_model
 from specdec.train.drafter import OutputOptions
 from specdec.train.eagle import EagleDrafter, EagleSpec
 from specdec.train.losses import LossOptions
+from specdec.train.texts import Batch
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tenso
     optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
     for step in range(80):
         optimizer.zero_grad()
-        trained.loss(target, texts, counts, options, step).backward()
+        trained.loss(target, Batch(texts, counts, step), options).backward()
         optimizer.step()
     save_head(head, folder / "head")
     return folder / "target", folder / "head", texts

@@ -23,14 +23,11 @@ from specdec.sources.synthetic import MAX_RANK, SyntheticPair
 
 TAIL = {"decay": [2.0, 2.0], "miss": [0.1, 0.1]}
 TRUE = {"weights": [0.5, 0.5], "stay": [0.6, 0.9], "top1": [0.45, 0.97], **TAIL}
-GROUPS = {"group_shares": [0.6, 0.4], "group_weights": [[0.6, 0.4], [0.3, 0.7]]}
 DEPTH = {"depth": [0.0, -0.5, -0.2]}
 
 
 def model_of(option: dict[str, Any]) -> AcceptanceModel:
-    arrays = {key: np.array(value) for key, value in option.items() if key not in TAIL}
-    weights = np.atleast_2d(arrays.pop("weights"))
-    return AcceptanceModel(weights=arrays.pop("group_weights", weights), **arrays)
+    return AcceptanceModel(**{k: np.array(v) for k, v in option.items() if k not in TAIL})
 
 
 def played(
@@ -76,7 +73,7 @@ def test_prediction_is_that_of_drawn_passes() -> None:
 
     They are long, since the schedule begins with fewer draft tokens than it has later.
     """
-    option = {**TRUE, **GROUPS, **DEPTH}
+    option = {**TRUE, **DEPTH}
     log = played(option, None, prompts=60, length=1500)
     stripped = [replace(request, drafted=None) for request in log.requests]
     requests = with_draft_tokens(replace(log, requests=tuple(stripped)))

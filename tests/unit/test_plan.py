@@ -1,4 +1,4 @@
-"""The parts of ``specdec plan``: machines, acceptance, intervals, chains, trials, flags."""
+"""The parts of ``specdec plan``: machines, acceptance, intervals, trials, flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.metrics.speedup import expected_accepted
 from specdec.models.bundled import record_path
 from specdec.pairs.record import read_record
 from specdec.planning.acceptance import of_law, of_record
@@ -30,12 +29,9 @@ from specdec.planning.machines import (
     Layout,
     Machine,
     Profiled,
-    chain_cell,
-    crossover,
     engine_flags,
     layouts,
     machine_of,
-    round_ms,
 )
 from specdec.planning.measuring import calibrated, typical
 from specdec.planning.options import PlanOptions
@@ -107,41 +103,17 @@ def test_a_profile_is_scaled_to_other_stages() -> None:
 def test_a_profile_of_unlike_devices_keeps_its_stages() -> None:
     machine = machine_of(PlanOptions(profile="vllm_2server", devices=17))
     eight = Layout(stages=8)
-    sums = round_ms(machine.costs(eight, 1, 1), eight, 1, 0)
-    assert sums == pytest.approx(22.7 * 4 * (1 + 0.93))
+    stage = machine.costs(eight, 1, 1)["stage"]
+    assert stage["ms"][0] * sum(stage["devices"]) == pytest.approx(22.7 * 4 * (1 + 0.93))
     with pytest.raises(DoesNotFit, match="differ"):
         machine.costs(Layout(stages=16), 1, 1)
 
 
-def test_tokens_per_pass_of_a_constant_law_are_the_formula() -> None:
-    for gamma, tokens in enumerate(LAW.chain_table()):
-        assert tokens == pytest.approx(1.0 + expected_accepted(0.7, gamma))
-
-
-def test_tokens_per_pass_of_a_record_are_those_of_its_hits() -> None:
+def test_hit_rates_are_those_of_laws_and_records() -> None:
+    assert LAW.hit_rate == pytest.approx(0.7)
     record = of_record({"record": "bundled:humaneval"})
-    tokens = passes = hits = 0
-    for request in read_record(record_path("bundled:humaneval")).requests:
-        ranks, at = request.ranks.tolist(), 0
-        while at < len(ranks):
-            accepted = next((i for i, rank in enumerate(ranks[at : at + 3]) if rank), 3)
-            at, passes = at + min(accepted, len(ranks) - at) + 1, passes + 1
-        tokens, hits = tokens + len(ranks), hits + ranks.count(0)
-    assert record.tokens_per_pass(3) == pytest.approx(tokens / passes)
-    assert record.hit_rate == pytest.approx(hits / tokens)
-
-
-def test_shifted_laws_and_records_have_the_changed_hit_rate() -> None:
-    section = {"weights": [0.5, 0.5], "top1": [0.9, 0.4], "decay": [2.0, 2.0], "miss": [0.0, 0.0]}
-    moved = of_law(section).shifted(-3.0)
-    expected = np.mean([1 / (1 + np.exp(3.0) * (1 - p) / p) for p in (0.9, 0.4)])
-    assert moved.hit_rate == pytest.approx(expected)
-    moved.pair()  # whose candidates are still in the order of their probability
-    record = of_record({"record": "bundled:humaneval"})
-    for odds in (-1.0, 1.0):
-        rate = record.hit_rate
-        expected = 1 / (1 + np.exp(-odds) * (1 - rate) / rate)
-        assert record.shifted(odds).hit_rate == pytest.approx(expected, abs=0.03)
+    ranks = [r.ranks for r in read_record(record_path("bundled:humaneval")).requests]
+    assert record.hit_rate == pytest.approx((np.concatenate(ranks) == 0).mean())
 
 
 def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
@@ -155,7 +127,6 @@ def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
     assert acceptance is not None
     assert acceptance.requests == 12
     assert acceptance.hit_rate == pytest.approx(0.7, abs=0.03)  # 5 standard errors
-    assert acceptance.tokens_per_pass(5) == pytest.approx(1.0 + expected_accepted(0.7, 5), rel=0.05)
 
 
 def test_intervals_count_the_requests_of_a_law() -> None:
@@ -172,24 +143,6 @@ def test_intervals_count_the_requests_of_a_law() -> None:
         low, high = interval(drawn.resampled(24))
         covered += low <= 1.0 <= high
     assert 176 <= covered <= 199
-
-
-def test_the_chain_table_crosses_over_to_plain_decoding(machine: Machine) -> None:
-    table = LAW.shifted(-0.5).chain_table()
-    start = crossover(machine, table, 1)
-    assert start is not None
-    at, before, one = (chain_cell(machine, table, b, 1) for b in (start, start // 2, 1))
-    assert at is not None
-    assert before is not None
-    assert one is not None
-    assert at["draft_tokens"] == 0 < before["draft_tokens"]
-    times = (
-        table[num] / round_ms(machine.costs(layout, 1, 1), layout, 1, num)
-        for num in [one["draft_tokens"]]
-        for layout in layouts(4, own_draft=False, staged=True, copies=False)
-        if str(layout) == one["layout"]
-    )
-    assert one["tokens_per_s"] == pytest.approx(1e3 * next(times))
 
 
 class SlowMachine:
@@ -217,11 +170,11 @@ def scaled(unit: Unit, factor: float) -> Unit:
 
 def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
     search = Search(
-        machine=HERE, simulator=Simulator(LAW.pair(), None, of="test", prompts=4),
+        machine=HERE, simulator=Simulator(LAW.pair, prompts=4),
         chosen=PlanOptions(profile="measured", prompts=4), requests=0.0, length=24,
-        chain_length=0, progress=NoProgress(),
+        progress=NoProgress(),
     )  # fmt: skip
-    found, _ = presets(LAW.overrides, [], ["speculative", "fixed_width"], LAW.pair())
+    found, _ = presets(LAW.overrides, [], ["speculative", "fixed_width"], LAW.pair)
     made = [preset.on(HERE, Layout(), batch=1, context=1) for preset in found]
     models: Any = SlowMachine(search.simulator, made)
     before = {c.name: search.times(c, 4).mean for c in made}
@@ -235,7 +188,7 @@ def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
     assert models.calls == calls, "the file has all of them"
     assert [c.key for c in again] == [c.key for c in after]
     # What was copied is what a simulation with these costs gives, for chains and for trees.
-    other = Simulator(LAW.pair(), None, of="test", prompts=4)
+    other = Simulator(LAW.pair, prompts=4)
     for candidate in after:
         units = zip(search.units(candidate, 4), other.units(candidate, 4, 24), strict=True)
         for unit, expected in units:

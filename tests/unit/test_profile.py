@@ -1,4 +1,4 @@
-"""`specdec profile`: the equations, what is measured, and that its files are profiles."""
+"""`specdec profile`: what is measured, and that its files are profiles."""
 
 from __future__ import annotations
 
@@ -17,17 +17,9 @@ from specdec.config.profiles import load_profile
 from specdec.errors import UserError
 from specdec.executors.pipeline import StepCharges as StepClock
 from specdec.pairs import RandomPair
-from specdec.pairs.random import build_random
-from specdec.profiling.limits import bounded, measure_machine, passes_of, roofline_png
+from specdec.planning.candidates import clock_node
+from specdec.profiling.job import as_yaml
 from specdec.profiling.passes import Sample, costs_of, measure_model, measure_transfer
-from specdec.profiling.trees import (
-    StepTimes,
-    as_yaml,
-    clock_node,
-    eq1_tbt,
-    eq2_tbt,
-    pipedec_latency,
-)
 from specdec.report.tables import notes_of
 
 pytestmark = pytest.mark.slow
@@ -44,23 +36,6 @@ PROFILE = LatencyProfile(
 )
 
 
-def test_equations_by_hand() -> None:
-    assert eq1_tbt((10.0, 30.0, 20.0), hit=0.9) == pytest.approx(33.0)
-    assert eq2_tbt(48.0, 8, hit=0.98) == pytest.approx(48 * 1.14)
-    assert eq2_tbt(1.0, 8, hit=0.0) == 8.0, "without a hit every token goes through the pipeline"
-    assert eq1_tbt([7.0] * 5, 0.3) == pytest.approx(eq2_tbt(7.0, 5, 0.3)), "equal for equal stages"
-
-
-def test_step_times_of_a_group() -> None:
-    """PipeDec 3.1: a group's devices work one after the other, with a transfer between them."""
-    times = StepTimes.of(PROFILE, width=64, stages=7, group=2)
-    assert times.compute == 2 * 40 + 3
-    assert times.stages == (*[83.0 + 5 + 3] * 6, 83.0 + 5 + 3 + 2)
-    assert pipedec_latency(times) == pytest.approx(83 + 3)
-    slow_draft = StepTimes(stages=(5.0,), compute=5.0, transfer=1.0, draft=17.0)
-    assert pipedec_latency(slow_draft) == 17.0
-
-
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("num_tokens", [1, 65])
 def test_the_devices_of_a_stage_are_priced_one_by_one(devices: int, num_tokens: int) -> None:
@@ -72,8 +47,6 @@ def test_the_devices_of_a_stage_are_priced_one_by_one(devices: int, num_tokens: 
     transfers = (devices - 1) * PROFILE.ms(Work.TRANSFER, num_tokens)
     parts = devices * PROFILE.ms(Work.STAGE, num_tokens) + transfers
     assert clock.now() * 1e3 == pytest.approx(parts)
-    law = StepTimes.of(PROFILE, width=num_tokens, stages=2, group=devices)
-    assert law.compute == pytest.approx(parts), "the equations price a group alike"
 
 
 def test_unlike_devices_have_a_time_each() -> None:
@@ -105,8 +78,8 @@ def test_pipedec_s_seven_stages_are_pairs_of_its_fourteen_devices(num_tokens: in
         build_profile({"profile": name, **load_profile(name)})
         for name in ("pipedec_7", "pipedec_14")
     )
-    law = StepTimes.of(device, width=num_tokens, stages=7, group=2)
-    assert pair.ms(Work.STAGE, num_tokens) == pytest.approx(law.compute, abs=0.01)
+    parts = 2 * device.ms(Work.STAGE, num_tokens) + device.ms(Work.TRANSFER, num_tokens)
+    assert pair.ms(Work.STAGE, num_tokens) == pytest.approx(parts, abs=0.01)
 
 
 def test_a_profile_s_file_can_be_used_by_path_and_by_name(tmp_path: Path) -> None:
@@ -192,81 +165,25 @@ def test_a_transfer_is_measured_between_two_processes() -> None:
     assert all(ms > 0 for s in samples for ms in s.ms)
 
 
-def test_a_profile_in_use_is_held_against_the_simulator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["profile", "profiling.use=specpipe_8x3090", "model=synthetic", "max_new_tokens=24"]
-    words += ["executor.stages=4", "data.limit=1", "profiling.widths=[4,16]"]
-    words += ["profiling.children=[4]", "profiling.groups=[1,2]", f"output_dir={tmp_path / 'p'}"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "policy.width=" in out
-    found = json.loads((tmp_path / "p" / "profile.json").read_text())
-    cells = found["cells"]
-    assert [(c["width"], c["stages"], c["group"]) for c in cells][:2] == [(4, 4, 1), (16, 4, 1)]
-    assert (cells[2]["stages"], cells[2]["group"]) == (2, 2)
-    profile = build_profile({"profile": "x", **load_profile("specpipe_8x3090")})
-    for cell in cells:
-        times = StepTimes.of(
-            profile, width=cell["width"], stages=cell["stages"], group=cell["group"]
-        )
-        assert cell["eq2"] == pytest.approx(
-            eq2_tbt(max(times.stages), cell["stages"], cell["hit_rate"])
-        )
-        assert cell["eq2_error"] == pytest.approx(cell["eq2"] / cell["tbt"] - 1)
-        assert cell["pipedec"] <= max(times.stages)
-        assert cell["draft_bound"] is False, "17 ms beside 37 or more"
-    best = min(cells, key=lambda c: c["tbt"])
-    assert found["proposal"]["simulated"]["width"] == best["width"]
-    assert not (tmp_path / "p" / "measured.yaml").exists(), "nothing was measured"
-    assert main(words) == 0
-    assert "not run again" in capsys.readouterr().out
-
-
 def test_samples_say_how_far_they_scatter() -> None:
     assert Sample(4, (1.0, 2.0, 5.0)).spread == pytest.approx(1.0)
     assert Sample(4, (-1.0, -2.0)).spread == 0.0
     assert np.isclose(Sample(4, (1.0, 3.0)).median_ms, 2.0)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_bytes_and_flops_are_those_by_hand(stages: int) -> None:
-    """Of the longest slice of layers; of the output head alone; of the whole draft."""
-    pair = build_random(num_layers=4, hidden_size=64, vocab_size=61, dtype="float32")
-    kinds = (Work.STAGE, Work.HEAD, Work.DRAFT, Work.PRUNE)
-    context, rows = 20, 3
-    samples = {kind: [Sample(num, (2.0, 4.0, 3.0)) for num in (1, rows)] for kind in kinds}
-    passes = passes_of(pair, samples, stages=stages, context=context)
-    found = {(work["kind"], work["rows"]): work for work in passes}
-    config, layers = pair.target.config, -(-pair.num_layers // stages)
-    weights = sum(p.numel() for p in pair.target.model.layers[:layers].parameters())
-    stage, head = found["stage", rows], found["head", rows]
-    cached = 2 * layers * config.num_key_value_heads * config.head_dim  # numbers per token
-    assert stage["num_bytes"] == 4 * (weights + cached * (context + 2 * rows))
-    attention = 4 * layers * config.num_attention_heads * config.head_dim * rows * (context + rows)
-    assert stage["flops"] == 2 * rows * weights + attention
-    assert (head["num_bytes"], head["flops"]) == (4 * 61 * 64, 2 * rows * 61 * 64)
-    draft = pair.draft
-    both = [*draft.model.layers.parameters(), *draft.get_output_embeddings().parameters()]
-    cached = 2 * len(draft.model.layers) * draft.config.num_key_value_heads * draft.config.head_dim
-    expected = 4 * (sum(p.numel() for p in both) + cached * (context + 2))
-    assert found["draft", 1]["num_bytes"] == expected
-    assert all(work["ms"] == 3.0 for work in passes)
-
-
-def test_a_machine_is_measured() -> None:
-    found = measure_machine(num_bytes=1 << 20, dtype=torch.float32, device=torch.device("cpu"))
-    assert found["copy_bytes"] == 1 << 22, "a smaller copy measures the call"
-    assert 1e8 < found["bytes_per_s"] < 1e13
-    assert 1e8 < found["flops_per_s"] < 1e14
-
-
-def test_the_longer_of_two_times_bounds_a_pass() -> None:
-    machine = {"bytes_per_s": 1e9, "flops_per_s": 2e9}
-    sizes = [(4_000_000, 2_000_000, 8.0), (4_000_000, 12_000_000, 8.0), (1, 1, 0.0)]
-    works = [{"kind": "stage", "rows": 1, "num_bytes": b, "flops": f, "ms": t} for b, f, t in sizes]
-    found = [bounded(work, machine) for work in works]
-    assert [work["bound"] for work in found] == ["bytes", "flops", "bytes"]
-    assert [work["bound_ms"] for work in found[:2]] == pytest.approx([4.0, 6.0])
-    assert [work["share"] for work in found] == [0.5, 0.75, None]
-    assert roofline_png(machine, works).startswith(b"\x89PNG")
+def test_the_command_measures_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "box"
+    words = ["profile", "model=random", "executor.stages=2", "profiling.tokens=[1,4]"]
+    words += ["profiling.repeats=2", "profiling.context=8", "profiling.transfer=false"]
+    words.append(f"output_dir={folder}")
+    assert main(words) == 0
+    assert f"clock.profile={folder / 'measured.yaml'}" in capsys.readouterr().out
+    profile = load_profile(str(folder / "measured.yaml"))
+    assert profile["stages"] == 2
+    found = json.loads((folder / "profile.json").read_text())
+    assert found["profile"]["costs"] == profile["costs"]
+    assert [s["tokens"] for s in found["samples"]["stage"]] == [1, 4]
+    assert main(words) == 0
+    assert "not run again" in capsys.readouterr().out
+    assert main(["profile", "model=synthetic", "executor.stages=2"]) == 2
+    assert "nothing to measure without models" in capsys.readouterr().err

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specdec.cli.main import main
 from specdec.clocks.build import build_profile
 from specdec.config.job import run_job_of
 from specdec.runs.runners import PartsRunner
@@ -111,25 +108,3 @@ def test_degrees_choose_times_and_times_choose_d(
     assert profile.costs["draft"](8) == pytest.approx(times[1])
     assert found["policy"]["d"] == d
     assert ("6 devices, interpolated" in found["clock"]["note"]) == (times[0] == 11.54)
-
-
-def test_the_search_finds_the_fastest_split_and_writes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Speeds follow from accepted tokens and times; 7:1 wins where only Table 1 is known."""
-    folder = tmp_path / "split"
-    words = ["profile", "profiling.use=swiftspec_table1", "profiling.devices=8", "model=synthetic"]
-    words += ["profiling.targets=[2,4,6,7]", "profiling.w=[8]", "data.limit=1"]
-    assert main([*words, "max_new_tokens=64", f"output_dir={folder}"]) == 0
-    assert "6:2*" in capsys.readouterr().out, "interpolated times are marked"
-    found = json.loads((folder / "profile.json").read_text())
-    assert [(s["target"], s["draft"]) for s in found["splits"][::2]] == [
-        (t, 8 - t) for t in (2, 4, 6, 7)
-    ]
-    for split in found["splits"]:
-        fastest = 1e3 * split["acceptance_length"] / split["target_ms"]
-        assert split["tokens_per_s"] < 1.1 * fastest
-    assert found["best"] == max(found["splits"], key=lambda s: s["tokens_per_s"])
-    best = run_job_of(["strategy=swiftspec_best", "model=random"], [folder]).config
-    assert best["executor"]["target_degree"] == found["best"]["target"]
-    assert best["policy"]["d"] == found["best"]["d"]

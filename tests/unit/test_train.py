@@ -24,7 +24,7 @@ from specdec.train.drafter import OutputOptions
 from specdec.train.eagle import EagleDrafter, EagleSpec
 from specdec.train.losses import Goal, LossOptions, Objective
 from specdec.train.run import train
-from specdec.train.texts import AnsweredText, Windows, read_answers
+from specdec.train.texts import AnsweredText, Batch, Windows, read_answers
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +182,7 @@ class TestLosses:
         counts = torch.ones_like(tokens, dtype=torch.bool)
         counts[:, 0] = False
         options = LossOptions(temperature=0.7, every=4)
-        whole = drafter.loss(target, tokens, counts, options, step=1)
+        whole = drafter.loss(target, Batch(tokens, counts, 1), options)
         streams = target.residuals(tokens, drafter.layers)
         log_target = (target.logits(streams[target.num_layers]) / 0.7).log_softmax(-1)
         known, total = head.states(drafter.features(streams)), torch.zeros(())
@@ -230,7 +230,7 @@ class TestTexts:
         windows = Windows(texts, length=16, batch=4, seed=1)
         seen = 0
         for step in range(windows.steps_per_epoch):
-            tokens, counts = windows.batch(step)
+            tokens, counts, _ = windows.batch(step)
             assert tokens.numel() == windows.size(step)
             seen += int(counts.sum())
             assert bool((tokens[counts] > 3).all()), "no token of a prompt, and no padding"
