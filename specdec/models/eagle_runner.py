@@ -56,9 +56,11 @@ class EagleRunner:
         meter: Meter,
         attention: str = Attention.DENSE,
         backend: str = "eager",
+        bits: int | None = None,
     ) -> None:
         """Wraps a head in evaluation mode, whose weights must not change afterwards; passes of
-        ``backend`` "onnx" are first compared with eager ones on a few tokens.
+        ``backend`` "onnx" are first compared with eager ones on a few tokens, and then have
+        ``bits`` of a weight (None: float32).
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -82,6 +84,8 @@ class EagleRunner:
             heads = backend_module("specdec.models.onnx.heads")
             self._onnx = heads.OnnxHead(self.head, self.spec)
             self._compare(self._onnx.run)
+            if bits is not None:
+                self._onnx = heads.OnnxHead(self.head, self.spec, bits)
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3, "mtp"], meter: Meter) -> EagleRunner:
@@ -90,7 +94,8 @@ class EagleRunner:
             return cls(mtp_head(pair), meter=meter, attention=pair.attention)
         head = pair.eagle_head(version)
         backend = pair.backend_of(head.config.llama())
-        return cls(head, meter=meter, attention=pair.attention, backend=backend)
+        bits = pair.options.head_bits
+        return cls(head, meter=meter, attention=pair.attention, backend=backend, bits=bits)
 
     @property
     def names(self) -> tuple[HiddenName, ...]:

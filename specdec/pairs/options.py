@@ -52,6 +52,7 @@ class ModelOptions:
         graphs, kernels, compile: see ``specdec.models.execution.Execution``.
         quantization: a value of ``specdec.models.quantize.Quantization``, for all models; with
             ``draft_`` before it for all but the target.
+        head_bits: of a weight in the matrices of an EAGLE head in ONNX Runtime; None: float32.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
             each.
         exit_layer: number of layers before the early exit; None for no exit.
@@ -66,6 +67,7 @@ class ModelOptions:
     kernels: Literal["torch", "triton", "packed"] = "torch"
     compile: bool = False
     quantization: Literal["none", "int8", "int4", "draft_int8", "draft_int4"] = "none"
+    head_bits: Literal[4, 8] | None = None
     backend: Literal["eager", "onnx", "auto"] = "eager"
     exit_layer: Count | None = None
     exit_head: Literal["norm", "transformer"] = "transformer"

@@ -32,8 +32,9 @@ from specdec.models.onnx.support import problem
 from specdec.types import BoolArray, IntArray
 
 
-def build_head_graph(head: EagleHead) -> Graph:
-    """Writes a pass of a head as a graph; ``problem`` must accept its configuration.
+def build_head_graph(head: EagleHead, bits: int | None = None) -> Graph:
+    """Writes a pass of a head as a graph; ``problem`` must accept its configuration. ``bits`` of a
+    weight in its matrices, None for float32.
 
     Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
     of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states [1,
@@ -41,7 +42,7 @@ def build_head_graph(head: EagleHead) -> Graph:
     """
     config = head.config
     layers = range(config.num_layers)
-    writer = GraphWriter(config.llama(), head.rotary, dict.fromkeys(layers, ScoreOptions()))
+    writer = GraphWriter(config.llama(), head.rotary, dict.fromkeys(layers, ScoreOptions()), bits)
     table = writer.weight("embeddings", _embedding(head))
     embedded = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
     fused = _fused(writer, head, writer.declare_floats("features", [1, "F", config.feature_size]))
@@ -109,7 +110,7 @@ def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: s
 
 
 class OnnxHead:
-    def __init__(self, head: EagleHead, spec: CacheSpec) -> None:
+    def __init__(self, head: EagleHead, spec: CacheSpec, bits: int | None = None) -> None:
         config = head.config
         reason = problem(config.llama(), spec.dtype, spec.device)
         if reason:
@@ -118,7 +119,7 @@ class OnnxHead:
             )
         self._feature_size, self._hidden_size = config.feature_size, config.hidden_size
         self._draft_vocab_size = config.draft_vocab_size
-        self._session = CacheSession(build_head_graph(head), [None])
+        self._session = CacheSession(build_head_graph(head, bits), [None])
 
     def run(
         self,
