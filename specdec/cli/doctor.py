@@ -103,7 +103,7 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
     import torch
 
     from specdec.data import load_prompts
-    from specdec.data.prompt import prompt_tokens
+    from specdec.data.prompt import fit_prompt, prompt_tokens
     from specdec.models.config_values import config_value
     from specdec.models.loading import load_tokenizer
 
@@ -112,10 +112,10 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 80, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        for prompt in load_prompts(name=options.data, limit=options.prompts, tokenizer=tokenizer):
-            ids = torch.from_numpy(prompt_tokens(prompt, tokenizer))
-            if limit is not None:
-                ids = ids[-max(2, limit - options.new_tokens) :]
+        for prompt in load_prompts(name=options.data, limit=options.prompts):
+            tokens = prompt_tokens(prompt, tokenizer)
+            room = len(tokens) if limit is None else max(2, limit - options.new_tokens)
+            ids = torch.from_numpy(fit_prompt(tokens, max_len=room, label=prompt.name)[0])
             given = ids[None].to(frozen.device)
             shape = {"attention_mask": torch.ones_like(given), "max_new_tokens": options.new_tokens}
             text = frozen.model.generate(given, **shape, **sampling)[0].cpu()

@@ -15,11 +15,9 @@ DATA_VARIABLE = "SPECDEC_DATA"
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
-def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
-    """Returns the folder of data sets, ``data_dir`` or that of SPECDEC_DATA; ``name`` and
-    ``places`` are for messages.
-    """
-    value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
+def data_folder(*, name: str, places: str) -> Path:
+    """Returns the folder of data sets, which SPECDEC_DATA names; the arguments are for messages."""
+    value = os.environ.get(DATA_VARIABLE, "")
     folder = Path(value).expanduser()
     if value and folder.is_dir():
         return folder
@@ -68,13 +66,6 @@ def read_json(path: Path) -> Any:
         raise UserError(
             f"{str(path)!r} is not usable JSON ({error}); correct the file or copy it again"
         ) from error
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{str(path)!r} is not a JSON object; correct the file or copy it again")
-    return value
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

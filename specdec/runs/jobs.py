@@ -15,10 +15,10 @@ from specdec.compose.workbench import check_parts
 from specdec.data import (
     Prompt,
     Request,
+    data_provenance,
     fit_prompt,
     load_prompts,
     prompt_tokens,
-    section_provenance,
 )
 from specdec.data.prompt import TURN_IDS
 from specdec.distributed.rank_groups import prepare_ranks, rank_logs_in
@@ -423,7 +423,7 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
-    data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
+    data = data_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
     origin = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", origin)
 
