@@ -37,7 +37,8 @@ from specdec.profiling.limits import kv_bytes
 from specdec.profiling.passes import costs_of, measure_model
 from specdec.profiling.trees import clock_node, load
 from specdec.report.provenance import host_memory
-from specdec.runs.jobs import Progress, stop_rules
+from specdec.runs.jobs import stop_rules
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, TokenPrompt, run_interleaved
 
 PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (

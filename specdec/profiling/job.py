@@ -19,7 +19,7 @@ from specdec.profiling.passes import Sample, costs_of, measure_model
 from specdec.profiling.trees import Workload, allocate, as_yaml, clock_node, propose
 from specdec.report.provenance import provenance
 from specdec.report.tables import percent
-from specdec.runs.jobs import Progress
+from specdec.runs.progress import Progress
 
 RESULT_FILE = "profile.json"
 SPLIT_PRESET = "swiftspec_best"

@@ -25,7 +25,8 @@ from specdec.metrics import RequestResult, RunTotals, summarise
 from specdec.pairs import ModelPair
 from specdec.parts.fields import Count, Text, expects, validated
 from specdec.policies.best_first import UNTIL_READY
-from specdec.runs.jobs import Progress, prepare, stop_rules
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
 
