@@ -150,15 +150,14 @@ def _compared(
 def _show(report: dict[str, Any]) -> None:
     import pandas as pd
 
-    table = pd.DataFrame(report["readings"])
+    table = pd.DataFrame(report["readings"]).rename(columns={"read_by": "read so by"})
     table["by place"] = [" ".join(f"{share:.2f}" for share in of) for of in table["by_place"]]
-    table["loss"] = [f"{100 * loss:.1f} %" for loss in table["loss"]]
-    table = table.rename(columns={"read_by": "read so by"})
     text = "{head} for {target}: {drafts} drafts of {tokens} tokens, data={data}, loop_share"
     print(f"{text} {{loop_share:.2f}} (left out)".format(**report))
     shown = table[["reading", "accepted", "by place", "loss", "read so by"]]
-    print(shown.to_string(index=False, float_format="%.3f"))
-    own, *others = report["readings"]
+    forms = {"accepted": "{:.3f}".format, "loss": lambda loss: f"{100 * loss:.1f} %"}
+    print(shown.to_string(index=False, formatters=forms))
+    own, rows = report["readings"][0], {row["reading"]: row for row in report["readings"]}
     if not report["fits"]:
         print(
             "The target accepts next to nothing under any reading: the head was trained for another"
@@ -166,13 +165,12 @@ def _show(report: dict[str, Any]) -> None:
         )
     elif report["is_right"]:
         print("The folder is read as the head was trained: no other accepts clearly more.")
-        worst = max(others, key=lambda row: row["loss"], default=own)
-        if worst["loss"] > 0:
+        worst = max(rows.values(), key=lambda row: row["loss"])
+        if worst is not own and worst["loss"] > 0:
             lost = f"{100 * worst['loss']:.0f} % of accepted tokens"
             print(f"Read with {worst['reading']!r} it would lose {lost}.")
     else:
-        best = next(row for row in others if row["reading"] == report["best"])
-        lost = f"{100 * own['loss']:.0f} % of its tokens"
+        lost, best = f"{100 * own['loss']:.0f} % of its tokens", rows[report["best"]]
         print(f"The head was trained for {best['reading']!r}: as on disk it loses {lost}.")
         if best["remedy"]:
             print(f"Put into its config.json: {best['remedy']}")

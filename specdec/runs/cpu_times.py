@@ -11,6 +11,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from specdec.metrics.counters import difference
+from specdec.report.provenance import usable_cpus
 
 MAX_WAITING = 0.05  # threads that, on average, waited for a CPU
 MAX_STOLEN_SHARE = 0.10  # of the wall time, in which the host of a virtual machine took the CPUs
@@ -75,11 +76,8 @@ class CpuMeter:
         cpu["others_s"] = None if busy_s is None else max(0.0, busy_s - cpu["cpu_s"])
         computing = sum(ran > _COMPUTING_SHARE * cpu["wall_s"] for _, ran, _ in spent)
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in cpu.items()}
-        usable = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
-        flags = {"threads": max(1, computing), "cpus": usable or 1, "waits": self._waits}
-        return rounded | flags
+        cpus = usable_cpus() or os.cpu_count() or 1
+        return rounded | {"threads": max(1, computing), "cpus": cpus, "waits": self._waits}
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
         """Returns (process, thread) -> seconds (computing, waiting), and counts; 20 us a thread."""
