@@ -4,6 +4,7 @@ docs/metrics.md states the rules. A measurement is one prompt decoded once by on
 """
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -88,15 +89,12 @@ class CpuMeter:
                     ran, waited, *_ = map(int, file.read_text().split())
                     threads[pid, file.parent.name] = ran * 1e-9, waited * 1e-9
         counts: dict[str, Any] = {"wall_s": perf_counter(), "cpu_s": process_time()}
-        counts |= dict.fromkeys(("busy_s", "stolen_s", "preemptions"))
+        counts |= dict.fromkeys(("busy_s", "stolen_s"))
         with suppress(OSError, ValueError):  # not Linux
             ticks = map(int, (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9])
             user, nice, system, _idle, _disk, irq, softirq, stolen = ticks
             per_s = os.sysconf("SC_CLK_TCK")
             counts["busy_s"] = (user + nice + system + irq + softirq) / per_s
             counts["stolen_s"] = stolen / per_s
-        with suppress(ImportError):  # not on Windows
-            import resource
-
-            counts["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        counts["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return threads, counts

@@ -105,14 +105,6 @@ class HFBaseline(OneByOne):
         logs: dict[str, PassLog] = {}
         emissions = Emissions(request, self._origin_s)
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
-        arguments: dict[str, Any] = {
-            "attention_mask": torch.ones_like(input_ids),
-            "generation_config": self._config,
-            "logits_processor": LogitsProcessorList(self.sampling.processors),
-            "stopping_criteria": StoppingCriteriaList([emissions]),
-        }
-        if self.draft is not None:
-            arguments["assistant_model"] = self.draft
         with ExitStack() as stack:
             stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
             hf_logging.set_verbosity_error()
@@ -127,7 +119,14 @@ class HFBaseline(OneByOne):
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
             request.arrival_s = request.admitted_s = start - self._origin_s
-            self.target.generate(input_ids, **arguments)
+            self.target.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=self._config,
+                logits_processor=LogitsProcessorList(self.sampling.processors),
+                stopping_criteria=StoppingCriteriaList([emissions]),
+                assistant_model=self.draft,
+            )
             wall_s = perf_counter() - start
         fed, draft_rows = logs["target"].rows, logs["draft"].rows if "draft" in logs else []
         # A pass is fed the last token and its candidates, the first pass also the rest of the
