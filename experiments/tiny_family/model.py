@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
-from specdec.data.files import read_json
+from specdec.data.files import read_json_object
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
 from specdec.models.slicing import cache_argument
@@ -232,7 +232,7 @@ _REQUIRED = {"model_type": "llama", **_FORMAT, "rope_type": "default"}
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     path = folder / "config.json"
-    config: dict[str, Any] = read_json(path)
+    config: dict[str, Any] = read_json_object(path)
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         stated = config.get(key) or {}

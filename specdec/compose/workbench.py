@@ -333,7 +333,6 @@ class Workbench:
                 "profile": lambda: clock.profile,  # None for the wall clock
             }
         if kind == "source":
-            first_stage = partial(self.make_first_stage, plan)
             return {
                 "pair": self.source_pair,
                 # Name of a model (draft, middle) -> its ``ModelRunner``.
@@ -345,7 +344,9 @@ class Workbench:
                 # Builds the target's first layers with exit heads (``FirstStage``), given the
                 # number of layers before each exit; None where the executor returns exits.
                 "make_first_stage": lambda: (
-                    first_stage if isinstance(plan, EarlyExitPlan) else None
+                    partial(self.make_first_stage, plan)
+                    if isinstance(plan, EarlyExitPlan)
+                    else None
                 ),
                 # A clock rank that no device of the executor has; another one each time.
                 "free_rank": lambda: next(free_ranks),

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from specdec.data.prompt import DataReader, Prompt
 from specdec.data.stdlib import (
@@ -27,8 +27,6 @@ from specdec.data.stdlib import (
     stdlib_root,
 )
 from specdec.errors import UserError
-
-_N = TypeVar("_N", bound=ast.AST)
 
 MIN_CHARS, MAX_CHARS = 700, 1500  # smallest and largest size of an edited file
 TURNS = 6
@@ -123,7 +121,7 @@ def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
 # Edits: (text, key of their choice) -> instruction and new text; None where there is nothing to do.
 
 
-def _nodes(text: str, *kinds: type[_N]) -> list[_N]:
+def _nodes(text: str, *kinds: type[ast.AST]) -> list[Any]:
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 

@@ -68,6 +68,13 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{str(path)!r} is not a JSON object; correct the file or copy it again")
+    return value
+
+
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_text(path, "JSON lines") as stream:
         for number, line in enumerate(stream, start=1):

@@ -107,10 +107,11 @@ def progress_pngs(results: Sequence[Result], conditions: Mapping[str, Any]) -> d
     """Plots the panels of ``run_png`` in pairs, for several results."""
     pictures = {}
     by_depth = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
-    for name, draw, title in (
-        ("throughput", _throughput, "Throughput"),
-        ("acceptance", _acceptance, by_depth),
-    ):
+    panels: dict[str, tuple[Callable[..., None], str]] = {
+        "throughput": (_throughput, "Throughput"),
+        "acceptance": (_acceptance, by_depth),
+    }
+    for name, (draw, title) in panels.items():
         figure = figure_of(11.0, 4.0)
         axes = figure.subplots(1, 2)
         draw(*axes, results)
