@@ -69,7 +69,7 @@ _SCHEMAS: dict[str, str | type] = {
     "options of endpoint": "specdec.rivals.endpoint.EndpointOptions",
     "sampling": "specdec.sampling.transform.SamplingParams",
     "serving": "specdec.serving.rules.ServingRules.of",
-    "data": "specdec.data.request.DataOptions",
+    "data": "specdec.data.request.Request",
     "clock=measured": _keys(),
     "clock=simulated": _PROFILED,
     "clock=paced": _PROFILED,

@@ -30,7 +30,9 @@ from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
+class Request:
+    """Keys of ``data=``, and the reader of a set outside this library."""
+
     name: Text  # one of ``DATASETS``
     limit: Count | None = None  # largest number of prompts; None for all
     path: Text | None = None  # file of ``jsonl`` and ``text``
@@ -46,14 +48,7 @@ class DataOptions:
     max_prompt_tokens: Count | None = None  # None for the model's limit
     truncation: Literal["error", "left"] = "left"  # see ``fit_prompt``
     turns: Literal["first", "all"] = "first"  # of dialogues, each after the model's own answers
-
-
-_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation", "turns")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(DataOptions):
-    reader: DataReader | None = None  # a class outside this library; None for a built-in set
+    reader: DataReader | None = None  # None for a built-in set
 
     @staticmethod
     def of(**section: Any) -> Request:
@@ -63,9 +58,12 @@ class Request(DataOptions):
         return Request(**kept, reader=_build_reader(section))
 
 
+_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation", "turns")
+
+
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
     names = inspect.signature(locate(data["_target_"], "data")).parameters
-    options = signature_of(DataOptions).plain
+    options = signature_of(Request).plain
     for key in options:
         if key not in (*_OF_RUN, *names) and data.get(key) not in (None, "local"):
             raise UserError(
@@ -120,7 +118,7 @@ def check_request(request: Request) -> None:
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin, "turns": request.turns}
-    for error in errors_of(DataOptions, values, "data."):
+    for error in errors_of(Request, values, "data."):
         raise UserError(error)
     if request.reader is not None:
         return
