@@ -22,7 +22,8 @@ from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
 from specdec.report.results import Result
-from specdec.runs.jobs import NoProgress, compare_jobs, stop_rules, with_pair
+from specdec.runs.jobs import compare_jobs, stop_rules, with_pair
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, TokenPrompt, decoded
 from specdec.state import DecodeState, RequestState
 
@@ -481,7 +482,7 @@ def compare(
     )
 
 
-class _Notes(NoProgress):
+class _Notes(Progress):
     def __init__(self) -> None:
         self.texts: list[str] = []
 

@@ -269,7 +269,7 @@ class Executor(_Part, ABC):
     def build(cls, *plan_and_needs: Any, **runtime: Any) -> Executor:  # noqa: ARG003
         """Builds the executor from the result of ``plan``; the ``Needs`` of source and verifier,
         refused where they are not delivered; and the objects requested by name
-        (``specdec.compose.RUNTIME``).
+        (``specdec.compose.workbench.Workbench.objects``).
         """
         raise UserError(f"{cls.__name__} has no method build, which executor._target_ needs")
 

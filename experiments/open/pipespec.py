@@ -171,7 +171,7 @@ def predicted_ms(runs: Sequence[Run], *, longest: int, least: int) -> list[float
 def asynchronous_runs(item: Item, lab: Lab) -> Findings:
     """Predicted and published time per token of asynchronous runs. Key: ``runs``."""
     findings, rows = Findings(), []
-    folder = data_folder(None, name="acceptance_traces", places=_FOLDER) / _FOLDER
+    folder = data_folder(name="acceptance_traces", places=_FOLDER) / _FOLDER
     for name, keys in item.config["runs"].items():
         runs = synchronous_runs(folder / keys["synchronous"], keys["longest"])
         published = [

@@ -28,7 +28,8 @@ from specdec.report.tables import (
     title_of,
     used_columns,
 )
-from specdec.runs.jobs import Progress, compare_jobs
+from specdec.runs.jobs import compare_jobs
+from specdec.runs.progress import Progress
 
 Row = dict[str, Any]
 

@@ -29,9 +29,10 @@ from specdec.cli.main import main as command
 from specdec.files import write_json, write_text
 from specdec.planning.answer import PRESET, write_parts
 from specdec.planning.candidates import PLAIN, Candidate, Times
-from specdec.planning.job import NoProgress, plan_request, searched
+from specdec.planning.job import plan_request, searched
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
+from specdec.runs.progress import Progress
 
 _HERE = Path(__file__).parent
 RESULT = "paced.json"
@@ -110,7 +111,7 @@ def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     words = [f"profile={cluster.profile}", *(f"{k}={v}" for k, v in shape.items()), "budget_s=60"]
     (folder / "plan").mkdir(parents=True, exist_ok=True)
     request = plan_request([*workload(quick), *words])
-    search, _, finalists = searched(request, folder / "plan", NoProgress())
+    search, _, finalists = searched(request, folder / "plan", Progress())
     rows = []
     for at, made in enumerate(tried(search, finalists, quick)):
         units = search.units(made, _PROMPTS)

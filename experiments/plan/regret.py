@@ -47,9 +47,10 @@ from specdec.metrics import RequestResult
 from specdec.metrics.times import decode_phase
 from specdec.models.bundled import family_path
 from specdec.planning.answer import Recommendation
-from specdec.planning.job import NoProgress, plan_job, plan_request
+from specdec.planning.job import plan_job, plan_request
 from specdec.report.provenance import provenance
 from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, run_interleaved
 
 BUNDLED = "bundled"
@@ -139,7 +140,7 @@ def run_case(case: Case, folder: Path, quick: bool) -> dict[str, Any]:
     planned = [f"data.limit={_PLANNED}", "profile=measured", f"batch={case.batch}", objective]
     request = plan_request([*words, *planned])
     torch.set_num_threads(case.threads)
-    choices = tried(plan_job(request, folder, NoProgress()).choices)
+    choices = tried(plan_job(request, folder, Progress()).choices)
     # Where sizes of few presets are left, the presets as they are fill up the eight.
     for name, sizes, _ in list(choices):
         if sizes and len(choices) < BEST + OTHERS:

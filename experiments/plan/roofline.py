@@ -139,7 +139,7 @@ def held_out(times: Sequence[Timed]) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    times = read_times(data_folder(None, name="pass times", places=FILE) / FILE)
+    times = read_times(data_folder(name="pass times", places=FILE) / FILE)
     series = len({timed.series for timed in times})
     constants = fitted(times)
     print(f"{len(times)} pass times in {series} series")

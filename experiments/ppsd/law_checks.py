@@ -102,7 +102,7 @@ def _law_figure(item: Item, stated: Mapping[str, Points], runs: Points) -> Any:
     looks = styles(groups)
     for i, (name, points) in enumerate(groups.items()):
         xs, ys = zip(*points, strict=True)
-        look = {**looks[name].point(), "marker": "os^Dv"[i % 5]}
+        look = {"color": looks[name].color, "marker": "os^Dv"[i % 5]}
         ax.plot(xs, ys, lw=0, ms=5, label=name, **look)
     ends = [value for points in groups.values() for point in points for value in point]
     span = (0.95 * min(ends), 1.05 * max(ends))

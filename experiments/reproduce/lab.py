@@ -28,9 +28,9 @@ from specdec.metrics.compare import speed_ratio_interval
 from specdec.models.bundled import family_path
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.pairs.recorded import ReplayModels
-from specdec.planning.job import NoProgress
 from specdec.report.results import RequestRecord, RequestWriter, read_requests
 from specdec.runs.jobs import compare_jobs, prepare, run_job, stop_rules
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, TokenPrompt
 
 _WITHOUT_EFFECT = {"certify", "cli", "profiling", "report", "trace", "train"}
@@ -113,7 +113,7 @@ class Lab:
 
         def compared(folder: Path) -> None:
             configs = [job.config for job in comparison.jobs]
-            compare_jobs(configs, folder, comparison.repeats, NoProgress())
+            compare_jobs(configs, folder, comparison.repeats, Progress())
 
         key, text = {"config": comparison.config}, " ".join(overrides)
         folder = self._once("compared", key, "comparison.json", text, compared)
@@ -139,7 +139,7 @@ class Lab:
         key, text = {"config": config, "models": _identity(pair, config)}, " ".join(overrides)
 
         def done(folder: Path) -> None:
-            run_job(config, folder, NoProgress())
+            run_job(config, folder, Progress())
 
         return self._once(kind, key, result_file, f"{kind}: {text}", done)
 

@@ -59,7 +59,7 @@ def evaluation_ngrams() -> set[int]:
     """13-grams of all prompts, all turns, of all evaluation sets in ``SPECDEC_DATA``."""
     found: set[int] = set()
     for name in SETS:
-        if not holds(name, None):
+        if not holds(name):
             print(f"{name}: not in SPECDEC_DATA, not excluded", file=sys.stderr)
             continue
         for prompt in load_prompts(name=name, limit=None):

@@ -111,8 +111,13 @@ def help_of(schema: type[Any]) -> str:
     return "\n".join(lines)
 
 
-def names_to_install(words: Sequence[str], kind: str, known: Collection[str]) -> list[str]:
-    """Reads ``[install NAME...]``; without words there are no names, and one that is not ``known``
+def install_named(
+    words: Sequence[str],
+    kind: str,
+    known: Collection[str],
+    install: Callable[[str, Callable[[str], None]], object],
+) -> bool:
+    """Obeys ``[install NAME...]``, and returns whether there are names; one that is not ``known``
     is refused as no ``kind``.
     """
     if words and (words[0] != "install" or len(words) == 1):
@@ -120,4 +125,6 @@ def names_to_install(words: Sequence[str], kind: str, known: Collection[str]) ->
     for name in words[1:]:
         if name not in known:
             raise UserError(f"{name} is no {kind}: {did_you_mean(name, known)}")
-    return list(words[1:])
+    for name in words[1:]:
+        install(name, print)
+    return bool(words)

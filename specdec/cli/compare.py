@@ -1,6 +1,5 @@
 import importlib.util
 from collections.abc import Collection, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,8 +90,8 @@ class Curves:
         return {**self.comparison.config, "batch_sizes": list(self.sizes), **cross}
 
     def rows(self, size: int) -> list[dict[str, Any]]:
-        jobs = [*self.comparison.jobs, *([] if self.cross is None else [self.cross])]
-        return [{**deepcopy(job.config), "batch_size": size} for job in jobs]
+        jobs = [*self.comparison.jobs, *([self.cross] if self.cross else [])]
+        return [{**job.config, "batch_size": size} for job in jobs]
 
 
 def _curves(sizes: Sequence[int], overrides: Words, extra: Trees, *, only_show: bool) -> int:
@@ -154,9 +153,9 @@ def compose_curves(
         # Plain decoding on another profile, a row that is not the baseline of speed-ups.
         words = _without(rest, (*PARTS[:3], "strategies"))
         words += ["strategies=[ar]", f"clock.profile={base['cross_profile']}"]
-        config = deepcopy(compose_comparison(words, extra).jobs[0].config)
-        config["strategy"]["name"] = f"ar on {base['cross_profile']}"
-        cross = Job(config["strategy"]["name"], config, None)
+        (plain,), name = compose_comparison(words, extra).jobs, f"ar on {base['cross_profile']}"
+        strategy = {**plain.config["strategy"], "name": name}
+        cross = Job(name, {**plain.config, "strategy": strategy}, None)
     comparison = replace(comparison, notices=(*notices, *comparison.notices))
     return Curves(tuple(sorted(set(sizes))), comparison, cross, record)
 

@@ -103,7 +103,7 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
     import torch
 
     from specdec.data import load_prompts
-    from specdec.data.prompt import prompt_tokens
+    from specdec.data.prompt import fit_prompt, prompt_tokens
     from specdec.models.config_values import config_value
     from specdec.models.loading import load_tokenizer
 
@@ -112,10 +112,10 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 80, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        for prompt in load_prompts(name=options.data, limit=options.prompts, tokenizer=tokenizer):
-            ids = torch.from_numpy(prompt_tokens(prompt, tokenizer))
-            if limit is not None:
-                ids = ids[-max(2, limit - options.new_tokens) :]
+        for prompt in load_prompts(name=options.data, limit=options.prompts):
+            tokens = prompt_tokens(prompt, tokenizer)
+            room = len(tokens) if limit is None else max(2, limit - options.new_tokens)
+            ids = torch.from_numpy(fit_prompt(tokens, max_len=room, label=prompt.name)[0])
             given = ids[None].to(frozen.device)
             shape = {"attention_mask": torch.ones_like(given), "max_new_tokens": options.new_tokens}
             text = frozen.model.generate(given, **shape, **sampling)[0].cpu()
@@ -150,15 +150,14 @@ def _compared(
 def _show(report: dict[str, Any]) -> None:
     import pandas as pd
 
-    table = pd.DataFrame(report["readings"])
+    table = pd.DataFrame(report["readings"]).rename(columns={"read_by": "read so by"})
     table["by place"] = [" ".join(f"{share:.2f}" for share in of) for of in table["by_place"]]
-    table["loss"] = [f"{100 * loss:.1f} %" for loss in table["loss"]]
-    table = table.rename(columns={"read_by": "read so by"})
     text = "{head} for {target}: {drafts} drafts of {tokens} tokens, data={data}, loop_share"
     print(f"{text} {{loop_share:.2f}} (left out)".format(**report))
     shown = table[["reading", "accepted", "by place", "loss", "read so by"]]
-    print(shown.to_string(index=False, float_format="%.3f"))
-    own, *others = report["readings"]
+    forms = {"accepted": "{:.3f}".format, "loss": lambda loss: f"{100 * loss:.1f} %"}
+    print(shown.to_string(index=False, formatters=forms))
+    own, rows = report["readings"][0], {row["reading"]: row for row in report["readings"]}
     if not report["fits"]:
         print(
             "The target accepts next to nothing under any reading: the head was trained for another"
@@ -166,13 +165,12 @@ def _show(report: dict[str, Any]) -> None:
         )
     elif report["is_right"]:
         print("The folder is read as the head was trained: no other accepts clearly more.")
-        worst = max(others, key=lambda row: row["loss"], default=own)
-        if worst["loss"] > 0:
+        worst = max(rows.values(), key=lambda row: row["loss"])
+        if worst is not own and worst["loss"] > 0:
             lost = f"{100 * worst['loss']:.0f} % of accepted tokens"
             print(f"Read with {worst['reading']!r} it would lose {lost}.")
     else:
-        best = next(row for row in others if row["reading"] == report["best"])
-        lost = f"{100 * own['loss']:.0f} % of its tokens"
+        lost, best = f"{100 * own['loss']:.0f} % of its tokens", rows[report["best"]]
         print(f"The head was trained for {best['reading']!r}: as on disk it loses {lost}.")
         if best["remedy"]:
             print(f"Put into its config.json: {best['remedy']}")

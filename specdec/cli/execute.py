@@ -1,16 +1,15 @@
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.loggers import check_logger, log_results
@@ -20,9 +19,7 @@ from specdec.config.job import COMPARISON_FILE, Comparison, Job
 from specdec.config.options import Node, Trees
 from specdec.errors import UserError
 from specdec.files import parse_json
-
-if TYPE_CHECKING:
-    from specdec.runs import jobs  # torch comes with it
+from specdec.runs.progress import Progress
 
 _T = TypeVar("_T")
 
@@ -115,8 +112,10 @@ def show_config(
     return 0
 
 
-class _Reports:
-    def __init__(self, progress: Progress) -> None:
+class _Reports(Progress):
+    """Shows bars on a terminal, elsewhere a line at the start and end of a phase and every 10 s."""
+
+    def __init__(self, progress: Bars) -> None:
         self._progress = progress
         self._last_line = 0.0
 
@@ -150,11 +149,11 @@ class _Reports:
 
 
 @contextmanager
-def reporting() -> Iterator[jobs.Progress]:
+def reporting() -> Iterator[Progress]:
     counts = MofNCompleteColumn(), TextColumn("{task.fields[detail]}")
-    columns = (*Progress.get_default_columns(), *counts)  # text, bar, share, time left
+    columns = (*Bars.get_default_columns(), *counts)  # text, bar, share, time left
     console, plain = Console(stderr=True), not sys.stderr.isatty()
-    progress = Progress(*columns, console=console, redirect_stdout=False, disable=plain)
+    progress = Bars(*columns, console=console, redirect_stdout=False, disable=plain)
     progress.start()
     try:
         yield _Reports(progress)

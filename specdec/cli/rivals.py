@@ -1,4 +1,4 @@
-from specdec.cli.arguments import Arguments, names_to_install
+from specdec.cli.arguments import Arguments, install_named
 from specdec.rivals.runtimes import RUNTIMES, install, is_installed, rivals_dir
 
 HELP = """\
@@ -13,14 +13,10 @@ made once from the package registry. Without arguments: what is installed.
 
 
 def main(arguments: Arguments) -> int:
-    names = names_to_install(arguments.overrides, "runtime", RUNTIMES)
-    for name in names:
-        install(name, print)
-    if not names:
-        for name, runtime in RUNTIMES.items():
-            missing = f"not installed: specdec rivals install {name}"
-            print(
-                f"{name:<10} {runtime.title:<20} {'installed' if is_installed(name) else missing}"
-            )
-        print(f"environments and converted models: {rivals_dir()}")
+    if install_named(arguments.overrides, "runtime", RUNTIMES, install):
+        return 0
+    for name, runtime in RUNTIMES.items():
+        missing = f"not installed: specdec rivals install {name}"
+        print(f"{name:<10} {runtime.title:<20} {'installed' if is_installed(name) else missing}")
+    print(f"environments and converted models: {rivals_dir()}")
     return 0

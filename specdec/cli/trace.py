@@ -67,14 +67,14 @@ def main(arguments: Arguments) -> int:
 
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.report.traces import rejections_png, timeline_png
-    from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
+    from specdec.trace.files import TIMELINE_FILE, TREES_FILE, Track, commit_kinds, tracks_page
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
     _, title = _names(folder)
     wrapped = fill(title, 150)
     with _drawing(str(folder)):
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
-        page = tree_page(trees, title=title)
+        page = tracks_page([Track(title, trees)], title=title)
         rejected = rejections_png(trees, title=wrapped)
     paths = [write_bytes(folder / "timeline.png", picture), write_text(folder / "tree.html", page)]
     if rejected is not None:

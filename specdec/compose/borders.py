@@ -6,12 +6,13 @@ its cause. The library's own parts are tested instead, and are not checked in ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
 
+from specdec.config.job import nodes_of
 from specdec.errors import UserError
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.policies.tree_growth import last_position
@@ -25,12 +26,8 @@ class BrokenPart(UserError):
 
 def is_outside(node: object) -> bool:
     """Whether a class that a configuration's node names, or one nested in it, is not of here."""
-    if isinstance(node, Mapping):
-        named = str(node.get("_target_", "specdec."))
-        return not named.startswith(("specdec.", "strategies.")) or any(
-            is_outside(value) for value in node.values()
-        )
-    return isinstance(node, list) and any(map(is_outside, node))
+    named = [str(each["_target_"]) for each in nodes_of(node) if "_target_" in each]
+    return not all(name.startswith(("specdec.", "strategies.")) for name in named)
 
 
 def _wrong_type(found: object, wanted: type) -> str:

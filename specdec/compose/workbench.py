@@ -8,7 +8,8 @@ An executor is planned before models are loaded or processes started, and built 
 that concerns only one policy or executor is in that class (``check``, ``check_clock``, ...).
 
 In a configuration a part is a node ``{"_target_": "package.Class", key: value, ...}`` of
-constructor arguments; those that no configuration can state are passed by name (``RUNTIME``).
+constructor arguments; those that no configuration can state are passed by name
+(``Workbench.objects``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -181,18 +182,12 @@ class Parts:
             verifier=self.verifier,
             executor=self.executor,
         )
-        return _in_inference_mode(steps)
-
-
-def _in_inference_mode(steps: Iterator[list[Commit]]) -> Iterator[list[Commit]]:
-    while True:
-        # Entering and leaving takes up to 30 us in every step, so runs enter it once for all.
-        entered = torch.is_inference_mode_enabled()
-        with nullcontext() if entered else torch.inference_mode():
-            commits = next(steps, None)
-        if commits is None:
-            return
-        yield commits
+        while True:
+            with torch.inference_mode():
+                commits = next(steps, None)
+            if commits is None:
+                return
+            yield commits
 
 
 class Workbench:
@@ -314,58 +309,58 @@ class Workbench:
 
     def objects(
         self, kind: str, plan: ExecutorPlan, verifier: Verifier, serving: ServingRules
-    ) -> dict[str, Callable[[], Any]]:
-        """Returns the objects of ``RUNTIME`` that parts of a kind may request, name -> factory."""
-        pair, clock, meter, draws, ranks = self.pair, self.clock, self.meter, self.draws, self.ranks
+    ) -> Mapping[str, Callable[[], Any]]:
+        """Returns the objects that parts of a kind may request, name -> factory.
+
+        Constructors of policies and sources request them as arguments, executors as arguments of
+        ``build``. The parts are made in this order: plan of the executor, policy, verifier, source,
+        executor.
+        """
+        clock, meter, draws, ranks = self.clock, self.meter, self.draws, self.ranks
         blocks, free_ranks = (serving.num_blocks, serving.block_tokens), count(plan.num_ranks + 1)
         shared: dict[str, Any] = {"blocks": blocks, "clock": clock, "meter": meter}
-        makers: dict[str, Callable[[], Any]] = {
-            "latency": lambda: plan.latency,
-            "in_flight": lambda: plan.in_flight,
-            "profile": lambda: clock.profile,
-            "pair": lambda: pair if kind == "executor" else self.source_pair(),
-            "runner": lambda: partial(self.runner, plan=plan),
-            "clock": lambda: clock,
-            "meter": lambda: meter,
-            "draws": lambda: draws,
-            "vocab_size": lambda: pair.vocab_size,
-            "sample": lambda: verifier.needs.draft_probs,
-            "make_first_stage": lambda: (
-                partial(self.make_first_stage, plan) if isinstance(plan, EarlyExitPlan) else None
-            ),
-            "blocks": lambda: blocks,
-            "first_stage": lambda: self._first_stage,
-            "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
-            "free_rank": lambda: next(free_ranks),
+        of_run = {
+            "clock": lambda: clock,  # to which work is charged
+            "meter": lambda: meter,  # counts model passes
+            "draws": lambda: draws,  # ``KeyedDraws`` of the run's seed
         }
-        return {name: make for name, make in makers.items() if kind in RUNTIME[name].split(":")[0]}
-
-
-RUNTIME = {
-    "latency": "policy: steps from submission to answer; None where answers come when they come",
-    "in_flight": "policy: number of batches that the target works on at the same time",
-    "profile": "policy: ``LatencyProfile`` of the clock; None for the wall clock",
-    "pair": "source, executor: target and draft, a ``specdec.pairs.ModelPair``",
-    "runner": "source: name of a model (draft, middle) -> its ``ModelRunner``",
-    "clock": "source, executor: ``Clock`` that work is charged to",
-    "meter": "source, executor: ``Meter`` that counts model passes",
-    "draws": "source, executor: ``KeyedDraws`` of the run's seed",
-    "vocab_size": "source: size of the target's vocabulary",
-    "sample": "source: whether candidates are sampled, for verifiers that need their distribution",
-    "make_first_stage": "source: builds the target's first layers with exit heads (``FirstStage``),"
-    " given the number of layers before each exit; None where the executor returns exits",
-    "first_stage": "executor: the ``FirstStage`` that the source has built; None without one",
-    "blocks": "executor: number of blocks of each stage's paged cache (None: not paged), and tokens"
-    " per block",
-    "over_ranks": "executor: runs the stages of a pipeline on processes"
-    " (``specdec.executors.models.OverRanks``); None where everything runs in this process",
-    "free_rank": "source: a clock rank that no device of the executor has; another one each time",
-}
-"""The kinds of part that may request an object by its name, and what the object is.
-
-Constructors of policies and sources request them as arguments, executors as arguments of ``build``.
-The parts are made in this order: plan of the executor, policy, verifier, source, executor.
-"""
+        if kind == "policy":
+            return {
+                # Steps from submission to answer; None where answers come when they come.
+                "latency": lambda: plan.latency,
+                # Number of batches that the target works on at the same time.
+                "in_flight": lambda: plan.in_flight,
+                "profile": lambda: clock.profile,  # None for the wall clock
+            }
+        if kind == "source":
+            return {
+                "pair": self.source_pair,
+                # Name of a model (draft, middle) -> its ``ModelRunner``.
+                "runner": lambda: partial(self.runner, plan=plan),
+                **of_run,
+                "vocab_size": lambda: self.pair.vocab_size,  # of the target
+                # Whether candidates are sampled, for verifiers that need their distribution.
+                "sample": lambda: verifier.needs.draft_probs,
+                # Builds the target's first layers with exit heads (``FirstStage``), given the
+                # number of layers before each exit; None where the executor returns exits.
+                "make_first_stage": lambda: (
+                    partial(self.make_first_stage, plan)
+                    if isinstance(plan, EarlyExitPlan)
+                    else None
+                ),
+                # A clock rank that no device of the executor has; another one each time.
+                "free_rank": lambda: next(free_ranks),
+            }
+        return {
+            "pair": lambda: self.pair,
+            **of_run,
+            # Number of blocks of each stage's paged cache (None: not paged), tokens per block.
+            "blocks": lambda: blocks,
+            "first_stage": lambda: self._first_stage,  # that the source has built; None without one
+            # Runs the stages of a pipeline on processes (``specdec.executors.models.OverRanks``);
+            # None where everything runs in this process.
+            "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
+        }
 
 
 def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:

@@ -1,5 +1,6 @@
 """Folders of results: their names, stored configurations, locks and completeness."""
 
+import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -17,11 +18,6 @@ from omegaconf import OmegaConf
 from specdec.config.options import Node, flatten, read_yaml
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_json, write_text
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 _T = TypeVar("_T")
 
@@ -149,11 +145,8 @@ def as_yaml(config: Node) -> str:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Locks a folder; refuses one that another process of this library has locked. Folders that the
-    system cannot lock (Windows, some network file systems) are not locked.
+    system cannot lock (some network file systems) are not locked.
     """
-    if fcntl is None:
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

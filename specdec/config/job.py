@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from specdec.clocks.build import clock_kind
@@ -69,7 +69,7 @@ _SCHEMAS: dict[str, str | type] = {
     "options of endpoint": "specdec.rivals.endpoint.EndpointOptions",
     "sampling": "specdec.sampling.transform.SamplingParams",
     "serving": "specdec.serving.rules.ServingRules.of",
-    "data": "specdec.data.request.DataOptions",
+    "data": "specdec.data.request.Request",
     "clock=measured": _keys(),
     "clock=simulated": _PROFILED,
     "clock=paced": _PROFILED,
@@ -389,20 +389,11 @@ def _compose_row(
     if chosen != groups:
         raw = composed(chosen)
     row = OmegaConf.to_container(raw)
-    values = [
-        o
-        for o in applying
-        if o.key_or_group not in PARTS and (o.is_add() or has_key(row, key_of(o)))
-    ]
-    for override in values:
-        section, _, key = key_of(override).rpartition(".")
-        if override.is_delete():
-            with open_dict(raw):
-                OmegaConf.select(raw, section).pop(key)
-        else:
-            added = override.is_add()
-            OmegaConf.update(raw, key_of(override), override.value(), force_add=added)
-    return raw, [o for o in of_parts if o not in (*chosen, *values)]
+    values = [o for o in applying if o not in groups and (o.is_add() or has_key(row, key_of(o)))]
+    if values:
+        chosen += values
+        raw = composed(chosen)
+    return raw, [o for o in of_parts if o not in chosen]
 
 
 def _row_names(strategies: object, extra: Trees) -> list[str]:

@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.data.prompt import DataReader, Prompt
 from specdec.data.stdlib import (
@@ -120,8 +121,12 @@ def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
 # Edits: (text, key of their choice) -> instruction and new text; None where there is nothing to do.
 
 
+def _nodes(text: str, *kinds: type[ast.AST]) -> list[Any]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
 def _rename(text: str, key: int) -> tuple[str, str] | None:
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name | ast.arg)]
+    nodes = _nodes(text, ast.Name, ast.arg)
     names = Counter(n.id if isinstance(n, ast.Name) else n.arg for n in nodes)
     taken = {*dir(builtins), *keyword.kwlist, "self", "cls"}
     several = sorted(n for n, count in names.items() if count > 1 and n not in taken)
@@ -134,7 +139,7 @@ def _rename(text: str, key: int) -> tuple[str, str] | None:
 
 def _comment(text: str, key: int) -> tuple[str, str] | None:
     lines = text.split("\n")
-    starts = sorted({n.lineno for n in ast.walk(ast.parse(text)) if isinstance(n, _SIMPLE)})
+    starts = sorted({node.lineno for node in _nodes(text, *_SIMPLE)})
     if not starts:
         return None
     at = starts[key % len(starts)] - 1
@@ -146,14 +151,13 @@ def _comment(text: str, key: int) -> tuple[str, str] | None:
 
 def _guard(text: str, key: int) -> tuple[str, str] | None:
     functions = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef) and [a for a in node.args.args if a.arg != "self"]
+        (node, names[0])
+        for node in _nodes(text, ast.FunctionDef)
+        if (names := [a.arg for a in node.args.args if a.arg != "self"])
     ]
     if not functions:
         return None
-    function = functions[key % len(functions)]
-    name = next(a.arg for a in function.args.args if a.arg != "self")
+    function, name = functions[key % len(functions)]
     first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
     lines, at, indent = text.split("\n"), first.lineno - 1, " " * first.col_offset
     check = [f"{indent}if {name} is None:", f"{indent}    raise TypeError('{name} is missing')"]
@@ -162,13 +166,8 @@ def _guard(text: str, key: int) -> tuple[str, str] | None:
 
 
 def _without_docstring(text: str, key: int) -> tuple[str, str] | None:
-    documented = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and ast.get_docstring(node)
-        and len(node.body) > 1
-    ]
+    nodes = _nodes(text, ast.FunctionDef, ast.ClassDef)
+    documented = [node for node in nodes if ast.get_docstring(node) and len(node.body) > 1]
     if not documented:
         return None
     node = documented[key % len(documented)]

@@ -15,11 +15,9 @@ DATA_VARIABLE = "SPECDEC_DATA"
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
-def data_folder(data_dir: str | Path | None, *, name: str, places: str) -> Path:
-    """Returns the folder of data sets, ``data_dir`` or that of SPECDEC_DATA; ``name`` and
-    ``places`` are for messages.
-    """
-    value = str(data_dir) if data_dir is not None else os.environ.get(DATA_VARIABLE, "")
+def data_folder(*, name: str, places: str) -> Path:
+    """Returns the folder of data sets, which SPECDEC_DATA names; the arguments are for messages."""
+    value = os.environ.get(DATA_VARIABLE, "")
     folder = Path(value).expanduser()
     if value and folder.is_dir():
         return folder

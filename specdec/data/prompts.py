@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specdec.data.files import fill, text_field
 from specdec.data.prompt import Prompt
@@ -14,21 +12,15 @@ from specdec.data.request import Request, check_request
 from specdec.data.sets import FIRST_TURN, MIXED, OWN, SETS, STDLIB, Hub, Texts, holds, place_of
 from specdec.errors import UserError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _FIRST_TURN = "{turns.0}"
 _ID_BLOCK = 1_000_000  # ids of set number s in ``mixed`` start at s * _ID_BLOCK
 
 
-def load_prompts(
-    request: Request | None = None, *, tokenizer: PreTrainedTokenizerBase | None = None, **keys: Any
-) -> list[Prompt]:
+def load_prompts(request: Request | None = None, **keys: Any) -> list[Prompt]:
     """Loads the prompts of ``Request(**keys)``, as in ``name="humaneval", limit=8``.
 
     Line breaks at the end of a prompt are removed, except in user files: byte-level tokenizers join
     a line break with the indentation after it, so a final line break would exclude indentation.
-    With a ``tokenizer`` a prompt without tokens is refused.
     """
     request = request or Request(**keys)
     check_request(request)
@@ -38,9 +30,6 @@ def load_prompts(
         raise UserError(f"data={request.name} has no prompts{where}")
     if request.reader is None and request.name not in OWN:
         prompts = [replace(p, text=p.text.rstrip("\n")) for p in prompts]
-    for prompt in prompts:
-        if tokenizer is not None and not tokenizer.encode(prompt.text):
-            raise UserError(f"prompt {prompt.name} ({prompt.source}) has no tokens; remove it")
     return prompts
 
 
@@ -77,7 +66,7 @@ def _in_order(request: Request) -> Iterable[Prompt]:
     else:
         place, path = entry.places[0], Path()
         if name != "stdlib":
-            place, path = place_of(name, subset=request.subset, data_dir=request.data_dir)
+            place, path = place_of(name, request.subset)
         texts, records = place.texts, place.read(path, request.subset)
     subset = request.subset or entry.first_subset
     forms = Texts(*(text.replace("{subset}", subset) for text in texts))
@@ -142,7 +131,7 @@ def _of_records(
 
 
 def _mixed(request: Request) -> Iterator[Prompt]:
-    names = request.sets or ["stdlib", *(each for each in MIXED if holds(each, request.data_dir))]
+    names = request.sets or ["stdlib", *filter(holds, MIXED)]
 
     def prompts_of(name: str) -> Iterator[Prompt]:
         base = _ID_BLOCK * ("stdlib", *SETS).index(name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specdec.data.files import data_folder, sha256_of
+from specdec.data.files import sha256_of
 from specdec.data.prompt import DataReader
 from specdec.data.sets import (
     DIALOGUES,
@@ -30,7 +30,9 @@ from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
+class Request:
+    """Keys of ``data=``, and the reader of a set outside this library."""
+
     name: Text  # one of ``DATASETS``
     limit: Count | None = None  # largest number of prompts; None for all
     path: Text | None = None  # file of ``jsonl`` and ``text``
@@ -46,15 +48,7 @@ class DataOptions:
     max_prompt_tokens: Count | None = None  # None for the model's limit
     truncation: Literal["error", "left"] = "left"  # see ``fit_prompt``
     turns: Literal["first", "all"] = "first"  # of dialogues, each after the model's own answers
-
-
-_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation", "turns")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(DataOptions):
-    data_dir: str | Path | None = None  # folder of data sets; None for SPECDEC_DATA
-    reader: DataReader | None = None  # a class outside this library; None for a built-in set
+    reader: DataReader | None = None  # None for a built-in set
 
     @staticmethod
     def of(**section: Any) -> Request:
@@ -64,9 +58,12 @@ class Request(DataOptions):
         return Request(**kept, reader=_build_reader(section))
 
 
+_OF_RUN = ("name", "limit", "sample_seed", "chat", "max_prompt_tokens", "truncation", "turns")
+
+
 def _build_reader(data: Mapping[str, Any]) -> DataReader:
     names = inspect.signature(locate(data["_target_"], "data")).parameters
-    options = signature_of(DataOptions).plain
+    options = signature_of(Request).plain
     for key in options:
         if key not in (*_OF_RUN, *names) and data.get(key) not in (None, "local"):
             raise UserError(
@@ -77,31 +74,19 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
     return reader
 
 
-def section_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
-    if "_target_" in data:
-        return {"data": data["name"], **_build_reader(data).provenance()}
-    chosen = {key: data.get(key) for key in ("sets", "subset")}
-    return data_provenance(data["name"], origin=data.get("origin", "local"), **chosen)
-
-
-def data_provenance(
-    name: str,
-    *,
-    sets: Sequence[str] | None = None,
-    subset: str | None = None,
-    origin: str = "local",
-    data_dir: str | Path | None = None,
-) -> dict[str, object]:
-    """Returns what is needed to build the same prompts again; see ``Request`` for the arguments.
+def data_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is needed to build the prompts of a section ``data`` again.
 
     That is ``data``, ``templates`` (set -> place -> text), ``templates_sha256``, ``files`` (set ->
     file and its SHA-256), and for prompts from the standard library ``python``, whose version
     determines them.
     """
-    require_known(name)
+    name = data["name"]
+    if "_target_" in data:
+        return {"data": name, **_build_reader(data).provenance()}
     templates: dict[str, Any] = {}
     files = {}
-    for each in [name] if name != "mixed" else sets or ("stdlib", *MIXED):
+    for each in [name] if name != "mixed" else data.get("sets") or ("stdlib", *MIXED):
         if each in OWN:
             templates[each] = {"": Texts("{text}", "{text}")._asdict()}
             continue
@@ -109,11 +94,11 @@ def data_provenance(
         texts = {place.file: place.texts for place in entry.places}
         texts |= {} if entry.hub is None else {"hub": entry.hub.texts}
         templates[each] = {at: text._asdict() for at, text in texts.items()}
-        if each in SETS and origin == "local" and holds(each, data_dir):
-            place, path = place_of(each, subset=subset, data_dir=data_dir)
+        if each in SETS and data.get("origin") != "hub" and holds(each):
+            place, path = place_of(each, data.get("subset"))
             files[each] = {"file": place.file, "sha256": sha256_of(path)}
     digest = hashlib.sha256(repr(sorted(templates.items())).encode()).hexdigest()
-    facts: dict[str, object] = {"data": name, "templates": templates, "templates_sha256": digest}
+    facts: dict[str, Any] = {"data": name, "templates": templates, "templates_sha256": digest}
     facts["files"] = files
     if "stdlib" in templates:
         facts["python"] = ".".join(map(str, sys.version_info[:3]))
@@ -133,7 +118,7 @@ def check_request(request: Request) -> None:
     if request.reader is None:
         require_known(request.name)
     values = {"limit": request.limit, "origin": request.origin, "turns": request.turns}
-    for error in errors_of(DataOptions, values, "data."):
+    for error in errors_of(Request, values, "data."):
         raise UserError(error)
     if request.reader is not None:
         return
@@ -160,8 +145,6 @@ def check_request(request: Request) -> None:
         raise UserError(
             f"data.sets={list(sets)} must name different sets of stdlib, {', '.join(SETS)}"
         )
-    if name == "mixed" and sets is None and request.data_dir is not None:
-        data_folder(request.data_dir, name="mixed", places="any of " + ", ".join(MIXED))
     known = SETS[name].subsets if subset is not None and name in SETS else None
     if known and subset not in known:
         raise UserError(

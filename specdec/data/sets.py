@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from specdec.data.readers import (
     text_lines,
 )
 from specdec.errors import UserError
+from specdec.parts.fields import did_you_mean
 
 
 class Texts(NamedTuple):
@@ -226,21 +226,17 @@ DATASETS: tuple[str, ...] = ("stdlib", *SETS, "mixed", *OWN)  # values of ``data
 
 def require_known(name: str) -> None:
     if name not in DATASETS:
-        near = get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"data={name!r} is unknown: {hint}choose one of {', '.join(DATASETS)}")
+        raise UserError(f"data={name!r} is unknown: {did_you_mean(name, DATASETS)}")
 
 
-def place_of(
-    name: str, *, subset: str | None = None, data_dir: str | Path | None = None
-) -> tuple[SetFile, Path]:
+def place_of(name: str, subset: str | None = None) -> tuple[SetFile, Path]:
     """Finds the first existing file of a set, of the first subset by default; the error for missing
     files names the possible ones.
     """
     entry = SETS[name]
     files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]
     shown = " or ".join(file if file.endswith("/") else f"{file}[.gz]" for file in files)
-    folder = data_folder(data_dir, name=name, places=shown)
+    folder = data_folder(name=name, places=shown)
     for place, file in zip(entry.places, files, strict=True):
         path = find_file(folder, file)
         if path is not None:
@@ -252,8 +248,8 @@ def place_of(
     )
 
 
-def holds(name: str, data_dir: str | Path | None) -> bool:
+def holds(name: str) -> bool:
     try:
-        return bool(place_of(name, data_dir=data_dir))
+        return bool(place_of(name))
     except UserError:
         return False

@@ -52,6 +52,17 @@ _OTHER_MODES = (
     *("constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit"),
     *("use_mtp", "penalty_alpha", "dola_layers"),
 )
+_SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), "strategies decode one beam"),
+    "use_cache": ((True,), "strategies decode with caches"),
+    "cache_implementation": (("dynamic",), "strategies have caches of their own"),
+    **dict.fromkeys(_OUTPUTS, ((False,), "values of single steps are not kept")),
+    **dict.fromkeys(
+        _OTHER_MODES, ((False, 0), "custom_generate replaces the modes of generate's own")
+    ),
+}
+"""Setting of generate -> values that are taken besides None, and why others are not."""
+
 _PREPARED = (
     *("attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"),
     "cache_position",
@@ -343,27 +354,9 @@ def _check_call(
 ) -> None:
     if model.config.is_encoder_decoder:
         raise UserError(f"{type(model).__name__} has an encoder: only decoder-only models are run")
-    if (config.num_beams or 1) > 1:
-        raise UserError(f"num_beams={config.num_beams} is not possible: strategies decode one beam")
-    values = vars(config)
-    for name in _OUTPUTS:
-        if values.get(name):
-            raise UserError(
-                f"{name}=True is not possible: values of single steps are not kept; leave it out"
-            )
-    for name in _OTHER_MODES:
-        if values.get(name):
-            raise UserError(
-                f"{name}={values[name]!r:.60} chooses a mode of generate's own, which"
-                " custom_generate replaces: leave one of them out"
-            )
-    if config.use_cache is False:
-        raise UserError("use_cache=False is not possible: strategies decode with caches")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise UserError(
-            f"cache_implementation={config.cache_implementation!r} is not possible: strategies have"
-            " caches of their own; leave it out"
-        )
+    for name, (taken, reason) in _SETTINGS.items():
+        if (value := vars(config).get(name)) not in (None, *taken):
+            raise UserError(f"{name}={value!r:.60} is not possible: {reason}; leave it out")
     for name in CACHE_ARGUMENTS:
         if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise UserError(f"{name} is not possible: each call fills caches of its own")

@@ -31,7 +31,8 @@ from specdec.planning.measuring import ModelsHere, calibrated, measured_here
 from specdec.planning.options import MEASURED, PlanOptions, split_words
 from specdec.planning.search import Search
 from specdec.report.provenance import provenance
-from specdec.runs.jobs import NoProgress, Progress, run_job
+from specdec.runs.jobs import run_job
+from specdec.runs.progress import Progress
 
 SEARCH_FILE = "search.json"  # its presence in a folder says that the search was complete
 _EVALUATIONS = "evaluations.jsonl"
@@ -270,6 +271,6 @@ def plan(
     request = plan_request(list(overrides), [Path(folder) for folder in config_dirs], keys)
     if output_dir is not None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        return plan_job(request, Path(output_dir), NoProgress())
+        return plan_job(request, Path(output_dir), Progress())
     with TemporaryDirectory() as folder:
-        return replace(plan_job(request, Path(folder), NoProgress()), folder="")
+        return replace(plan_job(request, Path(folder), Progress()), folder="")

@@ -45,7 +45,8 @@ from specdec.planning.candidates import (
 from specdec.planning.search import Search
 from specdec.profiling.passes import costs_of, measure_model
 from specdec.report.provenance import host_memory
-from specdec.runs.jobs import Progress, prepare, stop_rules
+from specdec.runs.jobs import prepare, stop_rules
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, TokenPrompt, run_interleaved
 
 PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (

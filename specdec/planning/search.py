@@ -25,7 +25,7 @@ from specdec.planning.candidates import (
 )
 from specdec.planning.machines import DoesNotFit, Layout, Machine, layouts
 from specdec.planning.options import PlanOptions
-from specdec.runs.jobs import Progress
+from specdec.runs.progress import Progress
 
 _FIRST = (3, 48)  # prompts and tokens of the first round
 _ROUNDS = ((8, 18), (None, 9))  # prompts (None: all), candidates that are kept

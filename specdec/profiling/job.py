@@ -20,7 +20,7 @@ from specdec.parts.fields import Count, expects, validated
 from specdec.profiling.passes import costs_of, measure_model
 from specdec.report.provenance import provenance
 from specdec.report.tables import percent
-from specdec.runs.jobs import Progress
+from specdec.runs.progress import Progress
 
 RESULT_FILE = "profile.json"
 _PHASES = 4  # stage, prune, head, draft

@@ -100,8 +100,7 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     timeline, trees = _trace(report)
     drawn: dict[str, bytes | None] = {
         "prompts": _comparison(report),
-        "throughput": plots.throughput_png(results, report.conditions),
-        "acceptance": plots.acceptance_png(results, report.conditions),
+        **plots.progress_pngs(results, report.conditions),
         "trajectory": plots.trajectory_png(results, report.conditions),
         **timeline,
     }
@@ -132,7 +131,7 @@ def text_of(
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
     """Returns the first traced run's pictures, and the trees of one or two of the same prompts."""
-    styles, tracks = styles_of(report.results), list[traced.Track]()
+    styles, tracks, size = styles_of(report.results), list[traced.Track](), 0
     pictures: dict[str, bytes | None] = {}
     shown: dict[str, Any] = {}
     for result in report.results:
@@ -140,7 +139,6 @@ def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, An
         trees = read_json(folder / traced.TREES_FILE)
         if not trees or not any(request["steps"] for request in trees["requests"]):
             continue
-        size = (folder / traced.TREES_FILE).stat().st_size
         if not shown:
             shown = {"folder": folder}
             title = f"{name}\n{fill(tables.title_of(result.conditions), 150)}"
@@ -148,19 +146,13 @@ def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, An
                 kinds = traced.commit_kinds(trees)
                 pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
             pictures["rejections"] = rejections_png(trees, title=title)
-            if size > _MAX_TREES_BYTES:
-                break
-        if size <= _MAX_TREES_BYTES / 2 or not tracks:
-            tracks.append(traced.Track(name, trees, styles[name].color))
-        if len(tracks) == 2:
+        size += (folder / traced.TREES_FILE).stat().st_size
+        if size > _MAX_TREES_BYTES or len(tracks) == 2:
             break
-    if tracks:
-        shown["page"] = traced.tree_page(tracks[0].trees, title=tracks[0].title)
-    if len(tracks) == 2:
-        with suppress(ValueError):  # they decode other prompts
-            shown["page"] = traced.tracks_page(
-                tracks, title=" beside ".join(t.title for t in tracks)
-            )
+        tracks.append(traced.Track(name, trees, styles[name].color))
+        with suppress(ValueError):  # the second decodes other prompts
+            title = " beside ".join(track.title for track in tracks)
+            shown["page"] = traced.tracks_page(tracks, title=title)
     return pictures, shown
 
 

@@ -103,22 +103,20 @@ def run_png(result: Result) -> bytes:
     return png(figure, f"{result.name}, loop_share {loops}", result.conditions)
 
 
-def acceptance_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    title = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
-    return _two_panels(_acceptance, results, title, conditions)
-
-
-def throughput_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes:
-    return _two_panels(_throughput, results, "Throughput", conditions)
-
-
-def _two_panels(
-    draw: Callable[..., None], results: Sequence[Result], title: str, conditions: Mapping[str, Any]
-) -> bytes:
-    figure = figure_of(11.0, 4.0)
-    axes = figure.subplots(1, 2)
-    draw(*axes, results)
-    return png(figure, title, conditions, legend=axes)
+def progress_pngs(results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, bytes]:
+    """Plots the panels of ``run_png`` in pairs, for several results."""
+    pictures = {}
+    by_depth = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
+    panels: dict[str, tuple[Callable[..., None], str]] = {
+        "throughput": (_throughput, "Throughput"),
+        "acceptance": (_acceptance, by_depth),
+    }
+    for name, (draw, title) in panels.items():
+        figure = figure_of(11.0, 4.0)
+        axes = figure.subplots(1, 2)
+        draw(*axes, results)
+        pictures[name] = png(figure, title, conditions, legend=axes)
+    return pictures
 
 
 def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:

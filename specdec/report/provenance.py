@@ -63,7 +63,7 @@ def _hardware() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.system(),
         "cpu": cpu[1].strip() if cpu else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cores": usable_cpus(),
         "logical_cpus": os.cpu_count(),
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -73,6 +73,10 @@ def _hardware() -> dict[str, Any]:
         if cuda.is_available():
             facts["gpus"] = [cuda.get_device_name(i) for i in range(cuda.device_count())]
     return facts
+
+
+def usable_cpus() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def host_memory() -> int | None:

@@ -48,13 +48,11 @@ class Style:
     form: int = 0
 
     def line(self) -> dict[str, Any]:
-        return {**self.point(), "ls": _FORMS[self.form % len(_FORMS)][1]}
-
-    def point(self) -> dict[str, Any]:
-        return {"color": self.color, "marker": _FORMS[self.form % len(_FORMS)][0]}
+        marker, line, _ = _FORMS[self.form % len(_FORMS)]
+        return {"color": self.color, "marker": marker, "ls": line}
 
     def bar(self) -> dict[str, Any]:
-        hatch = _FORMS[self.form % len(_FORMS)][2]
+        *_, hatch = _FORMS[self.form % len(_FORMS)]
         return {"color": self.color, "hatch": hatch, "edgecolor": "white", "lw": 0.0}
 
 

@@ -109,7 +109,7 @@ def worker_command(name: str) -> list[str]:
     return [str(rivals_dir() / name / "bin" / "python"), str(_WORKERS / f"decode_{name}.py")]
 
 
-def converted(name: str, model: Path, note: Callable[[str], None] = lambda _: None) -> Path:
+def converted(name: str, model: Path) -> Path:
     script = worker_command(name)[1]
     files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
@@ -117,7 +117,6 @@ def converted(name: str, model: Path, note: Callable[[str], None] = lambda _: No
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     folder = rivals_dir() / "models" / f"{name}-{digest}"
     if not (folder / _DONE).is_file():
-        note(f"converting {model} for {RUNTIMES[name].title}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         worker = RivalProcess(name)

@@ -4,6 +4,7 @@ docs/metrics.md states the rules. A measurement is one prompt decoded once by on
 """
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from specdec.metrics.counters import difference
+from specdec.report.provenance import usable_cpus
 
 MAX_WAITING = 0.05  # threads that, on average, waited for a CPU
 MAX_STOLEN_SHARE = 0.10  # of the wall time, in which the host of a virtual machine took the CPUs
@@ -75,11 +77,8 @@ class CpuMeter:
         cpu["others_s"] = None if busy_s is None else max(0.0, busy_s - cpu["cpu_s"])
         computing = sum(ran > _COMPUTING_SHARE * cpu["wall_s"] for _, ran, _ in spent)
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in cpu.items()}
-        usable = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
-        flags = {"threads": max(1, computing), "cpus": usable or 1, "waits": self._waits}
-        return rounded | flags
+        cpus = usable_cpus() or os.cpu_count() or 1
+        return rounded | {"threads": max(1, computing), "cpus": cpus, "waits": self._waits}
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
         """Returns (process, thread) -> seconds (computing, waiting), and counts; 20 us a thread."""
@@ -90,15 +89,12 @@ class CpuMeter:
                     ran, waited, *_ = map(int, file.read_text().split())
                     threads[pid, file.parent.name] = ran * 1e-9, waited * 1e-9
         counts: dict[str, Any] = {"wall_s": perf_counter(), "cpu_s": process_time()}
-        counts |= dict.fromkeys(("busy_s", "stolen_s", "preemptions"))
+        counts |= dict.fromkeys(("busy_s", "stolen_s"))
         with suppress(OSError, ValueError):  # not Linux
             ticks = map(int, (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9])
             user, nice, system, _idle, _disk, irq, softirq, stolen = ticks
             per_s = os.sysconf("SC_CLK_TCK")
             counts["busy_s"] = (user + nice + system + irq + softirq) / per_s
             counts["stolen_s"] = stolen / per_s
-        with suppress(ImportError):  # not on Windows
-            import resource
-
-            counts["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        counts["preemptions"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return threads, counts

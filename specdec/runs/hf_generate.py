@@ -25,8 +25,6 @@ from specdec.parts.fields import Count, Share, validated
 from specdec.runs.runners import OneByOne, TokenPrompt, emit, result_of
 from specdec.state import RequestState, StopRules
 
-HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
-
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +71,13 @@ class Emissions(StoppingCriteria):
 
 @dataclass(kw_only=True, eq=False)
 class HFBaseline(OneByOne):
-    """One kind (of ``HF_KINDS``) of transformers' own decoding on one model pair.
+    """One kind of transformers' own decoding on one model pair; hf_assisted needs the draft.
 
     The models have hooks and a neutral ``generation_config`` during ``generate_one`` only; ``stop``
     is applied token by token. ``weight_bytes`` default to those in memory.
     """
 
-    kind: str
+    kind: str  # hf_generate, hf_assisted or hf_prompt_lookup
     target: PreTrainedModel
     draft: PreTrainedModel | None = None
     options: HFOptions = HFOptions()
@@ -88,11 +86,6 @@ class HFBaseline(OneByOne):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in HF_KINDS:
-            raise ValueError(f"{self.kind!r} is unknown: use one of {', '.join(HF_KINDS)}")
-        if (self.draft is not None) != (self.kind == "hf_assisted"):
-            needs = "needs" if self.kind == "hf_assisted" else "has no use for"
-            raise ValueError(f"{self.kind} {needs} a draft model")
         self.name = self.name or self.kind
         # Model and the settings that replace its checkpoint's, by name.
         self._models = {"target": (self.target, GenerationConfig())}
@@ -112,14 +105,6 @@ class HFBaseline(OneByOne):
         logs: dict[str, PassLog] = {}
         emissions = Emissions(request, self._origin_s)
         input_ids = torch.from_numpy(np.array(tokens, np.int64))[None].to(self.target.device)
-        arguments: dict[str, Any] = {
-            "attention_mask": torch.ones_like(input_ids),
-            "generation_config": self._config,
-            "logits_processor": LogitsProcessorList(self.sampling.processors),
-            "stopping_criteria": StoppingCriteriaList([emissions]),
-        }
-        if self.draft is not None:
-            arguments["assistant_model"] = self.draft
         with ExitStack() as stack:
             stack.callback(hf_logging.set_verbosity, hf_logging.get_verbosity())
             hf_logging.set_verbosity_error()
@@ -134,7 +119,14 @@ class HFBaseline(OneByOne):
             stack.enter_context(torch.inference_mode())
             start = perf_counter()
             request.arrival_s = request.admitted_s = start - self._origin_s
-            self.target.generate(input_ids, **arguments)
+            self.target.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=self._config,
+                logits_processor=LogitsProcessorList(self.sampling.processors),
+                stopping_criteria=StoppingCriteriaList([emissions]),
+                assistant_model=self.draft,
+            )
             wall_s = perf_counter() - start
         fed, draft_rows = logs["target"].rows, logs["draft"].rows if "draft" in logs else []
         # A pass is fed the last token and its candidates, the first pass also the rest of the

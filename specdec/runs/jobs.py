@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from specdec.compose.workbench import check_parts
 from specdec.data import (
     Prompt,
     Request,
+    data_provenance,
     fit_prompt,
     load_prompts,
     prompt_tokens,
-    section_provenance,
 )
 from specdec.data.prompt import TURN_IDS
 from specdec.distributed.rank_groups import prepare_ranks, rank_logs_in
@@ -37,6 +37,7 @@ from specdec.report.styles import row_styles
 from specdec.report.tables import advice_of, markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
 from specdec.runs.hf_generate import baseline_of_transformers
+from specdec.runs.progress import Progress
 from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, decoded, sampling_params
 from specdec.serving.arrivals import AT_ONCE
@@ -47,25 +48,6 @@ from specdec.types import IntArray
 LOGS_FOLDER = "logs"  # subfolder of a run folder with the output of its ranks, ``rank<r>.log``
 _SYNTHETIC_PROMPT_TOKENS = 16
 _MAX_SYNTHETIC_PROMPTS = 1_000_000
-
-
-class Progress(Protocol):
-    def phase(self, label: str, total: int | None) -> None:
-        """Starts a phase of ``total`` units (None if unknown) and ends the previous one."""
-
-    def advance(self, count: int = 1, detail: str = "") -> None:
-        """Counts ``count`` more units; ``detail`` is shown beside them."""
-
-    def note(self, text: str) -> None:
-        """Prints a line or a table."""
-
-
-class NoProgress:
-    def phase(self, label: str, total: int | None) -> None: ...
-
-    def advance(self, count: int = 1, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -248,26 +230,23 @@ class _Decoding:
         prompts = {p.id: p for p in group if (runner.name, repeat, p.id) not in self.records}
         if not prompts:
             return
-        meter = None
-        if runner.parts is None or runner.parts.clock.kind is ClockKind.MEASURED:
-            on_gpu = not str(self.pair.device).startswith("cpu")
-            meter = CpuMeter(runner.pids, waits=on_gpu or not self._at_once)
+        measured = runner.parts is None or runner.parts.clock.kind is ClockKind.MEASURED
+        on_gpu = not str(self.pair.device).startswith("cpu")
+        meter = CpuMeter(runner.pids, waits=on_gpu or not self._at_once)
 
         def book(result: RequestResult, totals: RunTotals) -> None:
             known: dict[str, Any] = {}
-            if meter is not None:
+            if measured:
                 cpu = meter.stop()
                 known |= {"cpu": cpu, "disturbed": disturbance(cpu)}
             if (source := prompts[result.id].source) is not None:
                 known |= {"prompt": source.name, "category": source.category}
             self._writer.write(RequestRecord(runner.name, repeat, result, totals, **known))
             self._progress.advance(detail=runner.name)
-            if meter is not None:
-                meter.start()
+            meter.start()
 
         with timed_run():
-            if meter is not None:
-                meter.start()
+            meter.start()
             runner.run([*prompts.values()], lambda _: None, book)
 
     def _num_turns(self, prompt: TokenPrompt) -> int:
@@ -337,11 +316,10 @@ def prepare(
     Returns the pair, prompts that fit its positions, and how many were shortened.
     """
     pair = pair or build_pair(cfg["model"])
-    if progress is not None:
-        label = "loading models"
-        if isinstance(pair, PretrainedPair):
-            label += f", {pair.needed_bytes / 1e9:.2g} GB of weights"
-        progress.phase(label, None)
+    label = "loading models"
+    if isinstance(pair, PretrainedPair):
+        label += f", {pair.needed_bytes / 1e9:.2g} GB of weights"
+    (progress or Progress()).phase(label)
     data = cfg["data"]
     recorded = pair.prompts()
     if recorded is not None:
@@ -423,7 +401,7 @@ def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
 
 
 def _write_provenance(cfg: Mapping[str, Any], output_dir: Path, **extra: Any) -> None:
-    data = section_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
+    data = data_provenance(cfg["data"]) if cfg["model"]["kind"] == "pretrained" else {}
     origin = provenance(command=sys.argv, config=cfg, extra={"data": data, **extra})
     write_json(output_dir / "provenance.json", origin)
 

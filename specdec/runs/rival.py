@@ -18,9 +18,8 @@ from specdec.models.bundled import family_path
 from specdec.models.gguf import SUFFIX
 from specdec.pairs import ModelPair, PretrainedPair
 from specdec.parts.fields import Count, Share, validated
-from specdec.rivals import RUNTIMES, RivalOutput, RivalProcess
 from specdec.rivals.endpoint import Endpoint, EndpointOptions
-from specdec.rivals.runtimes import converted
+from specdec.rivals.runtimes import RUNTIMES, RivalOutput, RivalProcess, converted
 from specdec.runs.runners import OneByOne, TokenPrompt, emit, result_of, sampling_params
 from specdec.state import RequestState, StopRules
 from specdec.types import Lossless

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.clocks import Clock, ClockKind, ClockReport, MeasuredClock, WallClock
@@ -160,12 +159,11 @@ class PartsRunner(Runner):
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
     ) -> RunTotals:
         steps = self.in_steps(prompts, on_finish, book)
-        with torch.inference_mode():
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
 
     def in_steps(
         self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
@@ -258,10 +256,9 @@ def run_interleaved(
         clock.skip(began - paused.get(at, began))
         turn_s = inf if isinstance(runners[at].parts.source, Background) else TURN_S
         try:
-            with torch.inference_mode():
+            next(steps[at])
+            while perf_counter() - began < turn_s:
                 next(steps[at])
-                while perf_counter() - began < turn_s:
-                    next(steps[at])
             waiting.append(at)
         except StopIteration as end:
             totals[at] = end.value

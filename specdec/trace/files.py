@@ -125,10 +125,6 @@ def html_template(package: str, name: str) -> Template:
     return environment.get_template(name)
 
 
-def tree_page(trees: Mapping[str, Any], *, title: str = "") -> str:
-    return tracks_page([Track(title, trees)], title=title or "Token trees")
-
-
 def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
     """Renders each step's tree as one page; steps are aligned by the number of tokens before them.
 

@@ -13,12 +13,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec.metrics import RequestResult, RunTotals, lossless_against, summarise
-from specdec.runs.hf_generate import HF_KINDS, HFBaseline, HFOptions
+from specdec.runs.hf_generate import HFBaseline, HFOptions
 from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.state import StopRules
 from tests.sampled import sampled
 
+HF_KINDS = ("hf_generate", "hf_assisted", "hf_prompt_lookup")
 VOCAB = 48
 PROMPTS = [(i, np.random.default_rng(i).integers(1, VOCAB, 5 + i)) for i in range(4)]
 

@@ -30,8 +30,9 @@ def write_lines(path: Path, rows: list[object], *, compress: bool = False) -> Pa
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder with three of the four file sets."""
+    monkeypatch.setenv("SPECDEC_DATA", str(tmp_path))
     write_lines(
         tmp_path / "humaneval/HumanEval.jsonl.gz",
         [{"prompt": f"def f{i}():\n"} for i in range(3)],
@@ -92,11 +93,9 @@ def test_loading_prompts_does_not_import_torch() -> None:
 
 def test_file_sets_apply_their_templates_and_read_gzip(folder: Path) -> None:
     # The line break at the end is cut off: tokenizers join it with the indentation behind it.
-    assert [p.text for p in load_prompts(name="humaneval", data_dir=folder)] == [
-        f"def f{i}():" for i in range(3)
-    ]
-    assert load_prompts(name="gsm8k", data_dir=folder)[1].text == "Question: 2 + 2?\nAnswer:"
-    assert load_prompts(name="mt_bench", data_dir=folder)[0].text == "USER: Hello.\nASSISTANT:"
+    assert [p.text for p in load_prompts(name="humaneval")] == [f"def f{i}():" for i in range(3)]
+    assert load_prompts(name="gsm8k")[1].text == "Question: 2 + 2?\nAnswer:"
+    assert load_prompts(name="mt_bench")[0].text == "USER: Hello.\nASSISTANT:"
 
 
 def test_shuffling_keeps_ids_with_their_prompts(folder: Path, tmp_path: Path) -> None:
@@ -111,14 +110,14 @@ def test_shuffling_keeps_ids_with_their_prompts(folder: Path, tmp_path: Path) ->
 def test_mixed_takes_turns_and_ids_do_not_depend_on_which_sets_are_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixed = load_prompts(name="mixed", data_dir=folder)
+    mixed = load_prompts(name="mixed")
     names = [p.name.split("/")[0] for p in mixed]
     assert names[:4] == ["stdlib", "humaneval", "gsm8k", "mt_bench"]
     assert names[4:8] == ["stdlib", "humaneval", "gsm8k", "stdlib"]
     assert len({p.id for p in mixed}) == len(mixed)
     before = {p.name: p.id for p in mixed}
     (folder / "gsm8k/test.jsonl").unlink()
-    after = {p.name: p.id for p in load_prompts(name="mixed", data_dir=folder)}
+    after = {p.name: p.id for p in load_prompts(name="mixed")}
     assert after.keys() < before.keys()
     assert all(before[name] == number for name, number in after.items())
     monkeypatch.delenv("SPECDEC_DATA", raising=False)

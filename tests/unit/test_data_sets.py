@@ -64,49 +64,49 @@ spec_bench 480 turn spec_bench/question.jsonl.gz
 @pytest.mark.parametrize("row", EXPECTED.splitlines())
 def test_first_prompt_and_count_are_the_files(row: str, data_dir: Path) -> None:
     name, count, form, file = row.split()
-    prompts = load_prompts(name=name, data_dir=data_dir)
+    prompts = load_prompts(name=name)
     lines = lines_of(data_dir / file)
     assert len(prompts) == int(count) == len(lines)
     assert prompts[0].text == FIRST[form](json.loads(lines[0]))
     assert [p.id for p in prompts] == list(range(len(prompts)))
-    check_data(Request(name=name, data_dir=data_dir))
+    check_data(Request(name=name))
 
 
 @pytest.mark.slow
 def test_mmlu_asks_all_subjects_or_one(data_dir: Path) -> None:
     files = sorted((data_dir / "mmlu/test").glob("*.csv*"))
     rows = [list(csv.reader(lines_of(file))) for file in files]
-    prompts = load_prompts(name="mmlu", data_dir=data_dir)
+    prompts = load_prompts(name="mmlu")
     assert len(prompts) == sum(map(len, rows)) == 14042
     question, a, b, c, d, _ = rows[0][0]
     assert prompts[0].text == f"{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
     subject = files[1].name.partition("_test.csv")[0]
-    part = load_prompts(name="mmlu", subset=subject, data_dir=data_dir)
+    part = load_prompts(name="mmlu", subset=subject)
     # The same ids, so the same draws, as in the whole set.
     assert part == prompts[len(rows[0]) : len(rows[0]) + len(rows[1])]
     with pytest.raises(UserError, match=r"'anatomi' is not a subject .*anatomy"):
-        load_prompts(name="mmlu", subset="anatomi", data_dir=data_dir)
+        load_prompts(name="mmlu", subset="anatomi")
 
 
 def test_wmt14_and_triviaqa(data_dir: Path) -> None:
     german = lines_of(data_dir / "wmt14_deen/newstest2014.deu.gz")
-    prompts = load_prompts(name="wmt14", data_dir=data_dir)
+    prompts = load_prompts(name="wmt14")
     assert len(prompts) == 3003
     assert prompts[0].text == f"German: {german[0]}\nEnglish:"
     assert prompts[-1].message == f"Translate German to English: {german[-1]}"
     asked = json.loads((data_dir / "triviaqa_wiki/triviaqa.json").read_text())
-    prompts = load_prompts(name="triviaqa", data_dir=data_dir)
+    prompts = load_prompts(name="triviaqa")
     assert len(prompts) == len(asked) == 150
     assert prompts[0].text == f"Question: {asked[0]['question']}\nAnswer:"
 
 
 def test_mixed_takes_the_sets_that_are_named(data_dir: Path) -> None:
     names = ["drop", "gsm8k", "stdlib"]
-    prompts = load_prompts(name="mixed", sets=names, limit=7, data_dir=data_dir)
+    prompts = load_prompts(name="mixed", sets=names, limit=7)
     assert [p.name.split("/")[0] for p in prompts] == [names[i % 3] for i in range(7)]
-    again = load_prompts(name="mixed", sets=["gsm8k"], limit=2, data_dir=data_dir)
+    again = load_prompts(name="mixed", sets=["gsm8k"], limit=2)
     assert again == [p for p in prompts if p.name.startswith("gsm8k")][:2]  # ids stay
-    sample = load_prompts(name="mixed", sets=names, limit=6, sample_seed=1, data_dir=data_dir)
+    sample = load_prompts(name="mixed", sets=names, limit=6, sample_seed=1)
     # A sample of the mixture is a sample of each set, of the same size.
     assert [p.name.split("/")[0] for p in sample] == [p.name.split("/")[0] for p in prompts[:6]]
     assert sample != prompts[:6]
@@ -157,7 +157,7 @@ class TestHub:
 def test_provenance_hashes_templates_and_files(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = data_provenance("gsm8k", data_dir=data_dir)
+    before = data_provenance({"name": "gsm8k"})
     files: Any = before["files"]
     assert files["gsm8k"]["file"] == "gsm8k/test.jsonl"
     assert len(files["gsm8k"]["sha256"]) == 64
@@ -166,10 +166,10 @@ def test_provenance_hashes_templates_and_files(
     place = replace(place, texts=place.texts._replace(message="Solve: {question}"))
     changed = replace(entry, places=(place, *entry.places[1:]))
     monkeypatch.setitem(sets_module.SETS, "gsm8k", changed)
-    after = data_provenance("gsm8k", data_dir=data_dir)
+    after = data_provenance({"name": "gsm8k"})
     assert after["templates_sha256"] != before["templates_sha256"]
-    assert "python" in data_provenance("stdlib")
-    mixed: Any = data_provenance("mixed", sets=["gsm8k", "drop"], data_dir=data_dir)
+    assert "python" in data_provenance({"name": "stdlib"})
+    mixed: Any = data_provenance({"name": "mixed", "sets": ["gsm8k", "drop"]})
     assert mixed["files"].keys() == mixed["templates"].keys() == {"gsm8k", "drop"}
 
 

@@ -23,7 +23,7 @@ from specdec.planning.candidates import (
     interval,
     presets,
 )
-from specdec.planning.job import NoProgress, plan_request
+from specdec.planning.job import plan_request
 from specdec.planning.machines import (
     DoesNotFit,
     Layout,
@@ -36,6 +36,7 @@ from specdec.planning.machines import (
 from specdec.planning.measuring import calibrated, typical
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
+from specdec.runs.progress import Progress
 
 MACHINE = """\
 devices: 4
@@ -172,7 +173,7 @@ def test_trials_replace_planned_times_by_those_of_runs(tmp_path: Path) -> None:
     search = Search(
         machine=HERE, simulator=Simulator(LAW.pair, prompts=4),
         chosen=PlanOptions(profile="measured", prompts=4), requests=0.0, length=24,
-        progress=NoProgress(),
+        progress=Progress(),
     )  # fmt: skip
     found, _ = presets(LAW.overrides, [], ["speculative", "fixed_width"], LAW.pair)
     made = [preset.on(HERE, Layout(), batch=1, context=1) for preset in found]

@@ -15,8 +15,8 @@ from specdec.errors import UserError
 from specdec.metrics.speedup import expected_accepted
 from specdec.planning import Plan, check_run, units_of_run
 from specdec.planning.alone import least_rate
-from specdec.planning.job import NoProgress
 from specdec.runs.jobs import run_job
+from specdec.runs.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def run_planned(out: Path, folder: Path, *words: str) -> None:
     given = any(word.startswith("model=") for word in words)
     model = () if given else (LAW, "model.draft_name=null")
     job = run_job_of([*base, *model, "model.seed=1", *words], [out])
-    run_job(job.config, folder, NoProgress())
+    run_job(job.config, folder, Progress())
 
 
 def test_a_wrong_profile_is_named(planned: Any, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from specdec.config.job import compose_comparison, run_job_of
 from specdec.pairs.record import read_record
 from specdec.report.results import read_requests
-from specdec.runs.jobs import NoProgress, compare_jobs, run_job
+from specdec.runs.jobs import compare_jobs, run_job
+from specdec.runs.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ COUNTS = ("target_passes", "draft_passes", "acceptance_length", "steps_per_token
 
 def ran(folder: Path, *words: str) -> dict[str, Any]:
     folder.mkdir()
-    run_job(run_job_of(words).config, folder, NoProgress())
+    run_job(run_job_of(words).config, folder, Progress())
     return json.loads((folder / "summary.json").read_text("utf-8"))
 
 
@@ -73,14 +74,14 @@ def test_a_resumed_run_records_the_prompts_of_before(tmp_path) -> None:
     resumed.mkdir()
     lines = (whole / "requests.jsonl").read_text("utf-8").splitlines()
     (resumed / "requests.jsonl").write_text(lines[0] + "\n", encoding="utf-8")
-    run_job(run_job_of([*SMALL, "record=true"]).config, resumed, NoProgress())
+    run_job(run_job_of([*SMALL, "record=true"]).config, resumed, Progress())
     a, b = (read_record(folder / "record.npz") for folder in (whole, resumed))
     assert [r.ranks.tolist() for r in a.requests] == [r.ranks.tolist() for r in b.requests]
 
 
 def test_a_comparison_records_its_first_row(tmp_path) -> None:
     rows = compose_comparison(["strategies=[ar,speculative]", *SMALL, "record=true"])
-    compare_jobs([job.config for job in rows.jobs], tmp_path, 1, NoProgress())
+    compare_jobs([job.config for job in rows.jobs], tmp_path, 1, Progress())
     record = read_record(tmp_path / "record.npz")
     assert record.about["strategy"] == "ar"
     assert [r.num_output for r in record.requests] == [12, 12]

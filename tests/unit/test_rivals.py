@@ -22,8 +22,8 @@ from specdec.metrics.rates import summarise
 from specdec.models.bundled import PACKAGES, family_path
 from specdec.pairs import build_pair
 from specdec.pairs.pretrained import build_pretrained
-from specdec.rivals import RUNTIMES, RivalOutput, RivalProcess, runtimes
-from specdec.rivals.runtimes import converted
+from specdec.rivals import runtimes
+from specdec.rivals.runtimes import RUNTIMES, RivalOutput, RivalProcess, converted
 from specdec.runs import rival
 from specdec.runs.rival import _count, baseline_of_runtime, pass_sizes
 from specdec.runs.runners import TokenPrompt
@@ -284,7 +284,7 @@ def test_what_is_not_installed_is_said(monkeypatch, tmp_path, capsys):
         with pytest.raises(UserError, match=f"run `specdec rivals install {name}`"):
             RivalProcess(name)
         with pytest.raises(UserError, match="is not installed"):
-            converted(name, Path(family_path("bundled:draft")), print)
+            converted(name, Path(family_path("bundled:draft")))
     capsys.readouterr()
     assert main(["rivals"]) == 0
     assert "not installed: specdec rivals install ort" in capsys.readouterr().out

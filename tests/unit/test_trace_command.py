@@ -14,7 +14,7 @@ import pytest
 from specdec.cli.main import main
 from specdec.cli.trace import draw
 from specdec.errors import UserError
-from specdec.trace.files import Track, tracks_page, tree_page
+from specdec.trace.files import Track, tracks_page
 
 
 def trees(*paths: int, prompt: int = 0, prefix_len: int = 5) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_runs_that_cannot_be_aligned_are_refused() -> None:
     with pytest.raises(ValueError, match="5 and 6 tokens"):
         tracks_page([Track("a", trees(1)), Track("b", trees(1, prefix_len=6))], title="")
     with pytest.raises(ValueError, match="no step is on record"):
-        tree_page(trees())
+        tracks_page([Track("a", trees())], title="")
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import pytest
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.options import ModelOptions
-from specdec.runs.jobs import NoProgress, limits, notes_on_models, run_job
+from specdec.runs.jobs import limits, notes_on_models, run_job
+from specdec.runs.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def test_a_run_says_so(tmp_path):
     """Once, before it decodes."""
     notes: list[str] = []
 
-    class Heard(NoProgress):
+    class Heard(Progress):
         def note(self, text):
             notes.append(text)
 
