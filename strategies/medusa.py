@@ -40,7 +40,7 @@ from specdec.types import (
     Output,
     Verdict,
 )
-from specdec.verifiers.walk import accept_child, follow
+from specdec.verifiers.walk import accept_child
 
 if TYPE_CHECKING:
     from specdec.clocks.meter import Meter
@@ -210,12 +210,12 @@ class TypicalVerifier(Verifier):
         probs = self._acceptable(tree)
         heights = _heights(tree.parents, tree.depths, probs > 0.0)
 
-        def choose(_slot: int, children: IntArray) -> int:
+        def choose(_tree: TokenTree, _slot: int, children: IntArray) -> int:
             best = np.lexsort((-probs[children], -heights[children]))
             best = best[probs[children[best]] > 0.0]
             return int(children[best[0]]) if len(best) else NO_NODE
 
-        return follow(request, accept_child(tree, choose))
+        return accept_child(request, choose)
 
     def _acceptable(self, tree: TokenTree) -> FloatArray:
         """Returns float64[N]: target probability of the acceptable nodes, 0 elsewhere."""
