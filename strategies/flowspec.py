@@ -21,8 +21,7 @@ from specdec.parts.fields import Count, DraftCount, Index, expects, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
     as_nodes,
-    best_of_level,
-    expand,
+    expand_beams,
     live_requests,
     most_probable,
     ready_requests,
@@ -90,9 +89,6 @@ class FlowSpec(TreePolicy):
         self._later_segment = self.grown_segment or max(self.nodes, self.grown_nodes)
         self._rounds: defaultdict[int, _DraftRound] = defaultdict(_DraftRound)
 
-    def open(self, request: RequestState) -> None:
-        self._rounds[request.id] = _DraftRound()
-
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + max(self.segment, self._later_segment) * in_flight
 
@@ -130,11 +126,7 @@ class FlowSpec(TreePolicy):
         spans: Sequence[tuple[RequestState, int, int]],
     ) -> None:
         """Expands levels first .. last - 1 for each (request, first, last), then chooses nodes."""
-        for step in range(max((last - first for _, first, last in spans), default=0)):
-            growing = [(r, first + step) for r, first, last in spans if first + step < last]
-            beams = [(r, best_of_level(r, level, self.width)) for r, level in growing]
-            open_ = [(r, slots[~r.tree.expanded[slots]]) for r, slots in beams]
-            expand(state, source, open_, self.children)
+        expand_beams(state, source, spans, self.width, self.children)
         for request, _, last in spans:
             now, tree = self._rounds[request.id], request.tree
             num = self.grown_nodes if now.judged else self.nodes

@@ -74,9 +74,6 @@ class PipeInfer(TreePolicy):
     def __post_init__(self) -> None:
         self._requests: defaultdict[int, _Speculation] = defaultdict(_Speculation)
 
-    def open(self, request: RequestState) -> None:
-        self._requests[request.id] = _Speculation()
-
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.tokens * in_flight
 
@@ -90,8 +87,7 @@ class PipeInfer(TreePolicy):
         growing = [entry for entry in attempts if not self._is_pending(entry[0])]
         while growing := [(r, c) for r, c in growing if sizes[r.id] < self.tokens and _has_room(r)]:
             tips = [(r, np.array([len(r.tree) - 1])) for r, _ in growing]
-            open_ = [(r, tip[~r.tree.expanded[tip]]) for r, tip in tips]
-            expand(state, source, open_, 1)
+            expand(state, source, tips, 1)
             longer = []
             for (request, cutoff), (_, tip) in zip(growing, tips, strict=True):
                 if len(append_best(request.tree, tip, 1, 1)) and self._passes(request, cutoff):

@@ -20,7 +20,6 @@ from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
 from specdec.policies.tree_growth import (
-    NO_SLOTS,
     append_best,
     as_nodes,
     draft_passes,
@@ -28,8 +27,8 @@ from specdec.policies.tree_growth import (
     last_position,
     live_requests,
     ready_requests,
+    take_first,
 )
-from specdec.tree import TokenTree
 from specdec.types import IntArray, Nodes
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Ssd(TreePolicy):
                 if self._passes[request.id] == 0:
                     self._enumerate(request)
                 else:
-                    _take(request.tree, leaves, 1)
+                    take_first(request.tree, leaves, 1)
                 self._passes[request.id] += 1
         return False
 
@@ -149,11 +148,4 @@ class Ssd(TreePolicy):
             append_best(tree, np.array(chain, np.int64), self._outcomes, self._children)
             return
         for slot, num in zip(chain, self.fan_outs, strict=False):
-            _take(tree, np.array([slot]), num)
-
-
-def _take(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
-    """Turns the first ``num`` untaken candidates of each node into nodes; returns their slots."""
-    untaken = tree.candidate_logprobs[slots] > -np.inf
-    rows, columns = np.nonzero(untaken & (untaken.cumsum(axis=1) <= num))
-    return tree.take(slots[rows], columns) if len(rows) else NO_SLOTS
+            take_first(tree, np.array([slot]), num)

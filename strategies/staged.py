@@ -27,7 +27,7 @@ from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, expects, validated
 from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
-from specdec.sampling.transform import top_stable
+from specdec.sampling.transform import top_set
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.combined import CombinedSource, WrappedSource
 from specdec.tree import TokenTree
@@ -488,9 +488,7 @@ def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
     is_leaf = ~tree.expanded
     is_leaf[tree.parents[1:]] = False
     leaves = slots[is_leaf.take(slots)]
-    leaves = leaves[top_stable(tree.scores.take(leaves), num)]
-    leaves.sort()
-    return leaves
+    return np.sort(leaves[top_set(tree.scores.take(leaves), num)])
 
 
 def _extend(

@@ -167,11 +167,12 @@ class BestFirst(TreePolicy):
                 leaves.append((request, slots))
         if not leaves:
             return []
-        all_counts = expand(state, source, leaves, self._children)
-        for (request, slots), counts in zip(leaves, all_counts, strict=True):
-            if not counts.all():
+        expand(state, source, leaves, self._children)
+        for request, slots in leaves:
+            silent = slots[~request.tree.expanded.take(slots)]
+            if len(silent):
                 excluded = unanswered.get(request.id, NO_SLOTS)
-                unanswered[request.id] = np.concatenate([excluded, slots[counts == 0]])
+                unanswered[request.id] = np.concatenate([excluded, silent])
         return [request for request, _ in leaves]
 
     def _pays(self, request: RequestState, leaves: IntArray) -> bool:

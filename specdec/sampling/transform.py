@@ -129,16 +129,10 @@ class HistoryTracker:
         return np.append(self._committed[request_id], np.array(path[::-1], np.int64))
 
 
-def top_stable(values: FloatArray, num: int) -> IntArray:
-    """Returns the indices of the ``num`` largest values, largest first, ties by index on every
-    machine and in every subset (unlike ``argpartition``).
-    """
-    chosen = top_set(values, num)
-    return chosen[(-values.take(chosen)).argsort(kind="stable")]
-
-
 def top_set(values: FloatArray, num: int) -> IntArray:
-    """Returns the same indices as ``top_stable`` in increasing order, which is faster."""
+    """Returns the indices of the ``num`` largest values in increasing order; of equal values the
+    first on every machine and in every subset (unlike ``argpartition``).
+    """
     if num >= len(values):
         return np.arange(len(values))
     if num <= 0:

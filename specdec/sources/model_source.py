@@ -89,6 +89,28 @@ class ModelSource(TokenSource):
             histories = [r.path_tokens(s) for r, ids in requests for s in r.tree.slots(ids)]
         return self._propose(state, nodes, logits, transform, histories, k)
 
+    def _shared_candidates(
+        self,
+        state: DecodeState,
+        nodes: Nodes,
+        keys: Sequence[IntArray],
+        logits_of: Callable[[IntArray], Tensor],
+        k: int,
+    ) -> Candidates:
+        """Returns candidates of W nodes, computed once for all nodes of a request with the same
+        ``keys``, int64[W] each. ``logits_of`` returns the logits [.., U] of packed rows.
+        """
+        if any(state.requests[i].sampling.needs_history for i, _ in nodes.items):
+            keys = [np.arange(len(nodes))]
+        owners = np.repeat(np.arange(len(nodes.items)), [len(ids) for _, ids in nodes.items])
+        _, first, same = np.unique(
+            np.stack([owners, *keys]), axis=1, return_index=True, return_inverse=True
+        )
+        packed = first.argsort()
+        chosen = np.isin(np.arange(len(nodes)), first)
+        found = self._candidates(state, nodes.where(chosen), logits_of(first[packed]), k)
+        return found.take(packed.argsort()[same.ravel()])
+
     def _propose(
         self,
         state: DecodeState,
