@@ -8,28 +8,24 @@ here: ``source.confidence`` ends a draft where the confidence head expects a rej
 Shape letters: W nodes, M drafts of a block, E hidden size of the drafter, U draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.device import to_host
+from specdec.executors.models import ModelPair
 from specdec.models.block import BlockRunner, Context, Kind
 from specdec.parts.fields import Share, Text, validated
 from specdec.sources.eagle import Features
 from specdec.sources.model_source import ModelSource
 from specdec.state import DecodeState, RequestState
 from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
 
 
 @dataclass(slots=True)

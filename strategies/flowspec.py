@@ -7,11 +7,10 @@ the new root, which is merged with the rest of the old one. A step without a res
 instead. The round ends when the committed token is not in the tree.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -27,12 +26,8 @@ from specdec.policies.tree_growth import (
     ready_requests,
 )
 from specdec.sampling.transform import top_set
+from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, CommitKind, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specdec.state import DecodeState, RequestState
 
 NodeCount = Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")]
 

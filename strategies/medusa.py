@@ -7,18 +7,18 @@ and the preset's verifier is ``match`` instead of typical acceptance.
 Shape letters: N tree nodes, W selected nodes, V vocabulary, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.device import rows_on_host
+from specdec.executors.models import ModelPair
 from specdec.interfaces import Verifier
 from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, Positive, PositiveShare, validated
@@ -41,10 +41,6 @@ from specdec.types import (
     Verdict,
 )
 from specdec.verifiers.walk import accept_child
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
 
 
 @dataclass(slots=True)

@@ -4,23 +4,18 @@ PPSD names this as future work without a rule; ours is in ``MultiExitSource``. W
 drafts are verified afterwards (EESD), without it while drafting (PPSD).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.device import on_host
 from specdec.errors import UserError
+from specdec.executors.early_exit import FirstStage
+from specdec.executors.models import ModelPair
 from specdec.parts.fields import Count, validated
 from specdec.sources.early_exit import ExitSource
+from specdec.state import DecodeState, RequestState
 from specdec.types import BoolArray, Candidates, Commit, IntArray, NodeMap, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.executors.early_exit import FirstStage
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
 
 
 class MultiExitSource(ExitSource):

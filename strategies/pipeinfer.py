@@ -5,11 +5,9 @@ enters the pipeline behind the runs before it, so several are in flight. A commi
 run cancels it and all later ones: stages that did not begin them skip them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,12 +21,8 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specdec.state import DecodeState, RequestState
 
 
 @dataclass(slots=True)

@@ -9,8 +9,6 @@ The verifiers are lossy (3.4): faster, not distributed as the target. For greedy
 into ``match``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,13 +8,10 @@ as the batch grows.
 Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K columns.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,10 +27,8 @@ from specdec.policies.tree_growth import (
     unsubmitted,
 )
 from specdec.sampling.transform import top_set
+from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, CommitKind, FloatArray, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _MEAN_LEVELS = 4  # the running mean covers this many times the levels in flight
 _PRIOR_MISSES = 8.0  # initial misses, with their idle steps: the correction starts at 1

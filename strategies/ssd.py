@@ -8,9 +8,7 @@ just in time. The outcomes are unsubmitted nodes of the tree. Under ``rejection`
 samples of a node, which are tested in turn, so the target's distribution stays exact.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -29,10 +27,8 @@ from specdec.policies.tree_growth import (
     ready_requests,
     take_first,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.types import IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 AUTO = "auto"
 _UNPRICED, _MOST = 4, 8  # draft tokens of "auto": without a profile, and at most

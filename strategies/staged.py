@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, TypeAlias, cast
+from typing import Annotated, TypeAlias, cast
 
 import numpy as np
 from pydantic import Field
 
+from specdec.clocks.interface import Clock
 from specdec.device import on_host
 from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
@@ -30,12 +31,9 @@ from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
 from specdec.sampling.transform import top_set
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.combined import CombinedSource, WrappedSource
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.interface import Clock
-    from specdec.state import DecodeState, RequestState
 
 _DEFAULT_CHILDREN = 16
 

@@ -1,8 +1,7 @@
-# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
+# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
+# mypy: disable-error-code="override"
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property

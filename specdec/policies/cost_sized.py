@@ -1,7 +1,5 @@
 """Trees that are as large as pays, by what rows and draft passes cost and have gained so far."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

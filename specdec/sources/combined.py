@@ -1,15 +1,10 @@
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import validated
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class WrappedSource(TokenSource):

@@ -14,24 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.attention.tree_attention import Rows, TreeCache
+from specdec.clocks.meter import Meter
 from specdec.device import to_host
+from specdec.executors.models import ModelPair
 from specdec.models.eagle_runner import METER_NAME, EagleRunner, rewritten
 from specdec.parts.fields import Count, validated
 from specdec.sources.model_source import CachedModelSource
-from specdec.state import RequestState, tree_rows
+from specdec.state import DecodeState, RequestState, tree_rows
 from specdec.types import BoolArray, Commit, HiddenName, IntArray, Needs, NodeMap, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState
 
 _VERSIONS: dict[str, Literal[1, 3, "mtp"]] = {"eagle": 1, "eagle3": 3, "mtp": "mtp"}
 _DROPPED = 32  # positions freed at a time, because freeing copies every stream

@@ -6,28 +6,24 @@ layers before the exit. Costs are counted in layers; heads, transfers and the co
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from specdec.executors.early_exit import FirstStage
+from specdec.executors.models import ModelPair
 from specdec.metrics.speedup import SpeedupLaw
 from specdec.models.exits import HeadWeights
 from specdec.models.loading import DTYPES
 from specdec.parts.fields import Count, validated
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.model_source import ModelSource
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.executors.early_exit import FirstStage
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
 
 
 class ExitSource(ModelSource):

@@ -1,14 +1,9 @@
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING
 
 from specdec.clocks import ClockKind
 from specdec.interfaces import Events, Executor, TokenSource
+from specdec.state import DecodeState
 from specdec.types import Event, EventKind, Nodes, Ticket
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 _LOOK_EVERY_S = 1e-3  # polling interval if a part cannot wake the loop
 _CHECK_EVERY_S = 0.1  # polling interval otherwise, in case a part has failed

@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -12,10 +10,8 @@ from specdec.interfaces import TokenSource
 from specdec.parts.fields import PositiveShare, validated
 from specdec.sources.combined import CombinedSource, WrappedSource
 from specdec.sources.sampled import sampled_candidates
+from specdec.state import DecodeState
 from specdec.types import Candidates, FloatArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 class MixtureSource(CombinedSource):

@@ -10,11 +10,9 @@ Shape letters: W nodes, C entries that a pass computes, U draft vocabulary, V vo
 target, S tokens of positive probability, K candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform, counts_of, top_candidates
 from specdec.sources.sampled import sampled_candidates
-from specdec.state import RequestState, tree_rows
+from specdec.state import DecodeState, RequestState, tree_rows
 from specdec.types import (
     BoolArray,
     Candidates,
@@ -43,9 +41,6 @@ from specdec.types import (
     Output,
     TreeRows,
 )
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 Histories = Sequence[IntArray] | None
 """Tokens up to and including each of W nodes; None if the sampling transform needs none."""

@@ -1,15 +1,9 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specdec.device import Probs
 from specdec.sampling.transform import drawn, sibling_draws
+from specdec.state import DecodeState
 from specdec.types import Candidates, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:

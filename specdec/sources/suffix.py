@@ -4,11 +4,9 @@ A cache is saved as an archive of arrays: ``tokens`` (all sequences, oldest firs
 ``num_prompt``. Shape letters: W nodes, T tokens of a text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +14,9 @@ from specdec.errors import UserError
 from specdec.files import ArchiveFormat
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Count, Positive, Text, validated
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 FORMAT = ArchiveFormat(
     name="specdec-suffix-cache",

@@ -10,11 +10,9 @@ Shape letters: W nodes, K candidates, G groups of prompts, C classes of position
 nodes, V vocabulary, n positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -25,10 +23,8 @@ from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, Index, Share, validated
 from specdec.sources.hashing import as_uniform, hash_u64, hash_uniform
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 MAX_RANK = 64
 """Larger ranks are misses."""
