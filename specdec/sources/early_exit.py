@@ -35,23 +35,25 @@ class ExitSource(ModelSource):
     4.2).
 
     Args:
-        layers: number of layers before each exit, increasing; the first is the pair's own.
         make_first_stage: builds the target's first layers with heads after the given layers, shared
             with the executor; None if the executor returns the exits (a pipeline).
         candidates: maximum number of tokens per node and exit that a pipeline returns.
         sample: sample candidates and return their distribution, for rejection verifiers.
+
+    Attributes:
+        layers: number of layers before each exit, increasing; the first is the pair's own.
     """
 
+    @validated
     def __init__(
         self,
         *,
         pair: ModelPair,
-        layers: Sequence[int],
-        make_first_stage: Callable[[Sequence[int]], FirstStage] | None,
-        candidates: int,
-        sample: bool,
+        make_first_stage: Callable[[Sequence[int]], FirstStage] | None = None,
+        candidates: Count = 16,
+        sample: bool = False,
     ) -> None:
-        self.layers = tuple(layers)
+        self.layers = self._exit_layers(pair)
         self._first_stage = None if make_first_stage is None else make_first_stage(self.layers)
         needs = Needs(real_nodes=True)
         if self._first_stage is None:
@@ -61,6 +63,9 @@ class ExitSource(ModelSource):
             self.counters = self._first_stage.counters
         self._pair = pair
         self._books = [CandidateCache() for _ in self.layers]
+
+    def _exit_layers(self, pair: ModelPair) -> tuple[int, ...]:
+        return (pair.exit_layer,)
 
     @cached_property
     def pass_bytes(self) -> int:
@@ -104,23 +109,6 @@ class EarlyExitSource(ExitSource):
 
     The arguments are those of ``ExitSource``.
     """
-
-    @validated
-    def __init__(
-        self,
-        *,
-        pair: ModelPair,
-        make_first_stage: Callable[[Sequence[int]], FirstStage] | None = None,
-        candidates: Count = 16,
-        sample: bool = False,
-    ) -> None:
-        super().__init__(
-            pair=pair,
-            layers=(pair.exit_layer,),
-            make_first_stage=make_first_stage,
-            candidates=candidates,
-            sample=sample,
-        )
 
     def speedup_law(self, policy: Any, latency: int) -> SpeedupLaw | None:
         """``latency`` is the number of steps from submission to answer."""

@@ -37,7 +37,7 @@ Odds = Sequence[Annotated[float, Field(ge=-100, le=100)]]
 
 _TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS, _GROUP, _STAY = range(7)  # streams of the hash
 _NODE_STREAMS = np.array([[_NODE], [_NODE_CLASS]])
-_TABLE = 512  # positions tabulated at a time
+_SPARE = 512  # tabulated positions beyond the last one that a request can emit
 _MAX_STALE = 4096  # number of node ids above which those of pruned nodes are dropped
 
 
@@ -239,16 +239,12 @@ class _RequestTables:
         self.on_path = {request.tree.root_id}
         self.cached_len = 0
         self.expanded: set[int] = set()
-        self._pair = pair
-        self._extend(request.num_prompt + request.stop.max_new_tokens + _TABLE)
-
-    def _extend(self, size: int) -> None:
-        positions = np.arange(size)
-        self.tokens = self._pair.tokens(self.request.id, positions)
-        self.classes = self._pair.classes(self.request.id, positions)
-        depths = range(self._pair.num_depths)
-        self._ranks = [self._pair.ranks(self.request.id, positions, depth) for depth in depths]
-        self._reach = self._pair.reach(self.request.id, positions)
+        positions = np.arange(request.num_prompt + request.stop.max_new_tokens + _SPARE)
+        self.tokens = pair.tokens(request.id, positions)
+        self.classes = pair.classes(request.id, positions)
+        depths = range(pair.num_depths)
+        self._ranks = [pair.ranks(request.id, positions, depth) for depth in depths]
+        self._reach = pair.reach(request.id, positions)
 
     def rank(self, position: int) -> int:
         """Returns the number of candidates before the true token, after the true node."""
@@ -256,10 +252,6 @@ class _RequestTables:
         if self._reach is None:
             return int(self._ranks[min(position - root, len(self._ranks) - 1)][position])
         return 0 if position - root < self._reach[root] else MAX_RANK
-
-    def reserve(self, last: int) -> None:
-        if last + 1 >= len(self.tokens):
-            self._extend(last + _TABLE)
 
     def is_on_path(self, slot: int) -> bool:
         """Returns whether the node at ``slot`` is on the target's own path."""
@@ -353,7 +345,6 @@ class SyntheticSource(TokenSource):
         """Returns tokens int64[W, k] and classes int64[W]."""
         tree = tables.request.tree
         positions, node_tokens = tree.positions.take(slots), tree.tokens.take(slots)
-        tables.reserve(int(positions.max()))
         first, classes = self._pair.node_keys(tables.request.id, positions, node_tokens)
         maybe = (slots == 0) | (node_tokens == tables.tokens.take(positions))
         true_rows = [row for row in maybe.nonzero()[0].tolist() if tables.is_on_path(slots[row])]
