@@ -101,7 +101,6 @@ class CostSized(BestFirst):
         while passes < depth and growing:
             growing = self._grow(state, source, growing, unanswered, paying=True)
             passes += bool(growing)
-        self.expansions["between"] += passes
         drafted = state.clock.now()
         chosen = [(r, best_unsubmitted(r.tree, size, self._least_score(r))) for r in requests]
         rows = sum(len(slots) for _, slots in chosen)

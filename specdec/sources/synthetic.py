@@ -143,7 +143,6 @@ class SyntheticPair(HiddenPair):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
         self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
-        self._groups: dict[int, int] = {}  # request id -> its group
 
     def _checked_weights(self) -> Sequence[Sequence[float]]:
         """Returns the weights of each group."""
@@ -183,9 +182,6 @@ class SyntheticPair(HiddenPair):
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
         group = self._group(request_id)
-        if not self._stay.any():
-            drawn = hash_uniform(self.seed, _CLASS, request_id, positions)
-            return _drawn(self._weights[group], drawn)
         every = np.arange(int(positions.max(initial=0)) + 1)
         drawn = hash_uniform(self.seed, _CLASS, request_id, every)
         anew = _drawn(self._weights[group], drawn).tolist()
@@ -213,11 +209,8 @@ class SyntheticPair(HiddenPair):
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def _group(self, request_id: int) -> int:
-        group = self._groups.get(request_id)
-        if group is None:
-            drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
-            group = self._groups[request_id] = int(_drawn(self._group_shares, drawn)[0])
-        return group
+        drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
+        return int(_drawn(self._group_shares, drawn)[0])
 
 
 def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:

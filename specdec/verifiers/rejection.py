@@ -10,8 +10,7 @@ from specdec.interfaces import Verifier
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import inverse_cdf
 from specdec.state import DecodeState, RequestState
-from specdec.tree import TokenTree
-from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Verdict
+from specdec.types import NO_NODE, FloatArray, Lossless, Needs, Verdict
 from specdec.verifiers.walk import Choice, follow
 
 
@@ -48,7 +47,10 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     own_token = int(tree.answers[slot])
     if not len(children):
         return Choice(NO_NODE, own_token, 0)  # the bonus token: the target's own draw
-    tokens = _in_sampling_order(tree, slot, children)
+    tokens = tree.tokens[children]
+    assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
+        "children must be taken in sampling order"
+    )
     position = tree.positions[slot, None] + 1
     tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
     if request.sampling.greedy:
@@ -72,14 +74,6 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
         target = _residual(target, draft)
     draw = draws.uniform(request.id, position, Purpose.RESIDUAL)
     return Choice(NO_NODE, int(inverse_cdf(target[None], draw)[0]), len(children))
-
-
-def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArray:
-    tokens = tree.tokens[children]
-    assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
-        "children must be taken in sampling order"
-    )
-    return tokens
 
 
 def _prob_of(probs: Probs, token: int) -> float:
