@@ -8,7 +8,7 @@ as the batch grows.
 Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K columns.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -100,9 +100,6 @@ class AdaptiveWidth(TreePolicy):
         self._last: tuple[float, int] | None = None  # when the last step began, and its nodes
         if self.profile is not None:
             self._step_ms = cache(partial(_step_ms, self.profile))
-
-    def open(self, request: RequestState) -> None:
-        self._calibration.open(request.id)
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight
@@ -225,10 +222,7 @@ class RankCalibration:
         self._observed = np.full(_BINS, _PRIOR)
         self._predicted = np.full(_BINS, _PRIOR)
         # By request, its submitted levels that are not decided yet: position, ids, shares.
-        self._pending: dict[int, deque[tuple[int, IntArray, FloatArray]]] = {}
-
-    def open(self, request_id: int) -> None:
-        self._pending[request_id] = deque()
+        self._pending = defaultdict[int, deque[tuple[int, IntArray, FloatArray]]](deque)
 
     def add_level(
         self, request_id: int, *, position: int, ids: IntArray, shares: FloatArray

@@ -8,6 +8,7 @@ just in time. The outcomes are unsubmitted nodes of the tree. Under ``rejection`
 samples of a node, which are tested in turn, so the target's distribution stays exact.
 """
 
+from collections import defaultdict
 from typing import Annotated, Literal
 
 import numpy as np
@@ -95,10 +96,7 @@ class Ssd(TreePolicy):
         self._outcomes = outcomes
         self._children = 1 + (outcomes if self.value_dependent else max(self.fan_outs))
         self._per_step = -(-(self.gamma + 1) // (latency or 1))
-        self._passes: dict[int, int] = {}  # request -> draft passes of its round so far
-
-    def open(self, request: RequestState) -> None:
-        self._passes[request.id] = 0
+        self._passes = defaultdict[int, int](int)  # request -> draft passes of its round so far
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.gamma
@@ -127,7 +125,7 @@ class Ssd(TreePolicy):
         return False
 
     def close(self, request_id: int) -> None:
-        del self._passes[request_id]
+        self._passes.pop(request_id, None)
 
     def _leaves(self, request: RequestState) -> IntArray:
         """Returns the chain's end in a round's first pass, then the ends of the outcomes."""

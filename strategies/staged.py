@@ -27,7 +27,7 @@ from specdec.clocks.interface import Clock
 from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, expects, validated
-from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
+from specdec.policies.tree_growth import as_nodes, last_position
 from specdec.sampling.transform import top_set
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.combined import CombinedSource, WrappedSource
@@ -428,27 +428,14 @@ def _extend(
     nodes = as_nodes(tails)
     with state.drafting():
         candidates = cheap.expand(state, nodes, 1)
-    return [
-        (request, _append_guesses(request.tree, slots, candidates, rows))
-        for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True)
-    ]
-
-
-def _append_guesses(
-    tree: TokenTree, slots: IntArray, candidates: Candidates, rows: slice
-) -> IntArray:
-    """Returns int64[<= W]: slots of the new nodes below those ``slots`` that have a candidate."""
-    proposed = np.flatnonzero(candidates.counts[rows])
-    if not len(proposed):
-        return NO_SLOTS
-    parents = slots[proposed]
-    lines = proposed + rows.start
-    if candidates.probs is not None:
-        for node_id, line in zip(tree.ids[parents].tolist(), lines.tolist(), strict=True):
-            tree.draft_probs[node_id] = candidates.probs[line]
-    return tree.append(
-        parents,
-        candidates.tokens[lines, 0],
-        candidates.logprobs[lines, 0],
-        np.full(len(parents), CHEAP_ORIGIN),
-    )
+    extended = []
+    for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True):
+        found = rows.start + np.flatnonzero(candidates.counts[rows])
+        new = request.tree.append(
+            slots[found - rows.start],
+            candidates.tokens[found, 0],
+            candidates.logprobs[found, 0],
+            np.full(len(found), CHEAP_ORIGIN),
+        )
+        extended.append((request, new))
+    return extended

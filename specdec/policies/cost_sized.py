@@ -1,5 +1,6 @@
 """Trees that are as large as pays, by what rows and draft passes cost and have gained so far."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -71,7 +72,9 @@ class CostSized(BestFirst):
         super().__init__(bs=bs, w=w, d=d, children=children)
         # Cheap ones, so that a first trial is not what the policy is judged by.
         self._first = [_SMALL, (2, 6), (0, 1), (3, 8)]
-        self._records: dict[int, _Record] = {}
+        self._records = defaultdict[int, _Record](
+            lambda: _Record(FadingMean(_FADE), [FadingMean(_FADE) for _ in range(d)])
+        )
         self._nodes = FadingMean(_FADE_ALL)
         self._leaves = [FadingMean(_FADE_ALL) for _ in range(d)]
         self._pass, self._draft = (
@@ -81,10 +84,6 @@ class CostSized(BestFirst):
         self._rate = FadingMean(_FADE_ALL)  # tokens per second
         self._added = FadingMean(_FADE_ALL)  # rows per expansion
         self._given = True
-
-    def open(self, request: RequestState) -> None:
-        shares = [FadingMean(_FADE) for _ in self._leaves]
-        self._records[request.id] = _Record(FadingMean(_FADE), shares)
 
     def close(self, request_id: int) -> None:
         self._records.pop(request_id, None)

@@ -87,7 +87,7 @@ class HistoryTracker:
             return None
         links = zip(rows.tokens.tolist(), rows.parent_ids.tolist(), strict=True)
         self._nodes.update(rows.request, rows.node_ids, links)
-        return self.histories(rows.request, rows.node_ids)
+        return [self._history(rows.request, node_id) for node_id in rows.node_ids.tolist()]
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories; a second commit of a step changes nothing."""
@@ -101,11 +101,8 @@ class HistoryTracker:
         self._committed.pop(request_id, None)
         self._nodes.close(request_id)
 
-    def histories(self, request_id: int, node_ids: IntArray) -> list[IntArray]:
-        """Returns the committed tokens and the path to each node, as A arrays int64[T_i]."""
-        return [self._history(request_id, node_id) for node_id in node_ids.tolist()]
-
     def _history(self, request_id: int, node_id: int) -> IntArray:
+        """Returns int64[T]: the committed tokens and the path to the node."""
         nodes, path = self._nodes[request_id], list[int]()
         token, parent = nodes[node_id]
         while parent in nodes:  # the root's parent was retired

@@ -48,8 +48,7 @@ class EagleSource(CachedModelSource):
             MTP layer inside the target.
         early: read hidden states as soon as their layer has computed them, instead of with the
             answers.
-        sample: sample candidates and return their distribution, for rejection verifiers.
-        prefill_chunk: maximum number of prompt rows per request and pass.
+        sample, prefill_chunk: see ``CachedModelSource``.
 
     Raises:
         UserError: the pair has no hidden states, or no head that fits its target.

@@ -70,12 +70,9 @@ class MixtureSource(CombinedSource):
         proposals: list[Candidates] = []
         remaining = np.ones(len(nodes), np.bool_)
         for source in self._sources:
-            if remaining.all():
-                candidates = source.expand(state, nodes, k)
-            elif remaining.any():
+            candidates = Candidates.empty(len(nodes))
+            if remaining.any():
                 candidates = source.expand(state, nodes.where(remaining), k).spread(remaining)
-            else:
-                candidates = Candidates.empty(len(nodes))
             best = candidates.logprobs[:, 0]
             remaining &= ~((candidates.counts > 0) & (best >= self._confident_logprob))
             proposals.append(candidates)

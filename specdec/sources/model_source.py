@@ -62,7 +62,6 @@ class ModelSource(TokenSource):
     ) -> None:
         self.needs, self.vocab_size, self.gives_probs = needs, vocab_size, sample
         self.counters = SourceCounters(by_level={} if label is None else {label: 0})
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._token_ids: IntArray | None = None
         """int64[U]: the target's ids of the columns of ``_proposed_logits``; None: the same."""
 
@@ -72,7 +71,7 @@ class ModelSource(TokenSource):
             k = min(k, len(self._token_ids))
         transforms = [self._transform(state.requests[i].sampling) for i, _ in nodes.items]
         transform = transforms[0]
-        if any(other is not transform for other in transforms):
+        if any(other.params != transform.params for other in transforms):
             parts = [
                 self._candidates(state, Nodes(((request_id, ids),)), logits[rows], k)
                 for request_id, ids, rows in nodes.packed()
@@ -124,10 +123,7 @@ class ModelSource(TokenSource):
         return replace(top, tokens=self._token_ids[top.tokens])
 
     def _transform(self, sampling: SamplingParams) -> SamplingTransform:
-        """Returns one object per set of parameters, so that equal ones are found by identity."""
-        if sampling not in self._transforms:
-            self._transforms[sampling] = SamplingTransform(sampling)
-        return self._transforms[sampling]
+        return SamplingTransform(sampling)
 
     def _target_logits(self, logits: Tensor) -> Tensor:
         """Maps logits [W, U] to [W, V]; -inf for tokens that the model cannot propose."""
@@ -176,6 +172,7 @@ class CachedModelSource(ModelSource):
 
     Args:
         runner: has ``new_cache``, ``forward`` and ``max_positions``.
+        sample: see ``ModelSource``.
         prefill_chunk: maximum number of prompt rows per request and pass.
         work: the kind of pass by which a latency profile prices it.
     """
@@ -445,13 +442,11 @@ class DraftModelSource(CachedModelSource):
     Args:
         runner: runs all layers of the model; or a function from name to runner.
         model: the model's name, by which a latency profile prices its passes.
-        sample: sample candidates without replacement from the draft's distribution after the
-            target's sampling transform, and return that distribution (for rejection verifiers).
+        sample, prefill_chunk: see ``CachedModelSource``.
         guess_draw: rank candidates by the draw with which the target will select its token (Staged
             Speculative Decoding, future work 1). Lossless under ``match``.
         guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
             (``near_draw``); None: ``DrawGuesser``.
-        prefill_chunk: maximum number of prompt rows per request and pass.
     """
 
     @validated

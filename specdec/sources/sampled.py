@@ -14,9 +14,9 @@ def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -
     and differs from the draws of acceptance tests.
     """
     k = min(k, probs.shape[1])
-    uniforms = np.empty((len(probs), k))
-    for request_id, ids, rows in nodes.packed():
+    uniforms = []
+    for request_id, ids in nodes.items:
         tree = state.requests[request_id].tree
         positions = tree.positions[tree.slots(ids)]
-        uniforms[rows] = sibling_draws(state.draws, request_id, positions, k)
-    return drawn(probs, k, uniforms)
+        uniforms.append(sibling_draws(state.draws, request_id, positions, k))
+    return drawn(probs, k, np.concatenate(uniforms))

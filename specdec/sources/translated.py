@@ -27,8 +27,7 @@ class TranslatedSource(CachedModelSource):
     Args:
         pair: the model pair, with the draft of ``model.translated``.
         meter: counts the passes as "translated".
-        sample: sample candidates and return their distribution, for rejection verifiers.
-        prefill_chunk: maximum number of prompt rows per request and pass.
+        sample, prefill_chunk: see ``CachedModelSource``.
 
     Raises:
         UserError: the pair has no such draft, a tokenizer is missing, or the vocabularies have no
