@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Annotated
 
 import numpy as np
@@ -142,7 +143,7 @@ class StagedSource(CombinedSource):
             growing = [g for g in guesses if g.frontier]
             if not growing:
                 break
-            nodes = as_nodes((g.request, np.array(g.frontier)) for g in growing)
+            nodes = as_nodes((g.request, g.slots()) for g in growing)
             candidates = self._cheap.expand(state, nodes, self._width)
             for guess, (_, _, rows) in zip(growing, nodes.packed(), strict=True):
                 guess.grow(candidates, rows.start)
@@ -153,16 +154,19 @@ class _Guesses:
     """Grows one request's guesses level by level, and keeps the most probable ones.
 
     It uses plain Python numbers: for a few guesses, array calls would cost more than the saved pass
-    of a small draft. The next level grows below the slots in ``frontier``.
+    of a small draft. The next level grows below the nodes in ``frontier``.
     """
 
     def __init__(self, request: ScratchRequest, ids: IntArray, max_rows: int) -> None:
         self.request = request
-        self.frontier: list[int] = request.tree.slots(ids).tolist()
-        self._scores = [0.0] * len(ids)
-        self._expanding = frozenset(self.frontier)
+        slots = request.tree.slots(ids).tolist()
+        self.frontier = [(0.0, slot) for slot in slots]  # (minus the score, slot)
+        self._expanding = frozenset(slots)
         self._max_rows = max_rows
-        self._best: list[tuple[float, int]] = []  # (minus the score, slot), best first
+        self._best: list[tuple[float, int]] = []  # likewise, best first
+
+    def slots(self) -> IntArray:
+        return np.array([slot for _, slot in self.frontier])
 
     def grow(self, candidates: Candidates, start: int) -> None:
         """Creates nodes from the best candidates of the frontier, rows ``start`` and following.
@@ -170,29 +174,25 @@ class _Guesses:
         A candidate that is not among the best of all guesses so far is dropped with everything
         below it: a child's score is at most its parent's.
         """
-        ranked = [(score, -1, slot, 0) for score, slot in self._best]  # ties: the shallower guess
-        for row, (slot, score) in enumerate(zip(self.frontier, self._scores, strict=True), start):
+        ranked: list[tuple[float, int, int | None]] = [(*entry, None) for entry in self._best]
+        for row, (score, slot) in enumerate(self.frontier, start):
             count = int(candidates.counts[row])
             logprobs = candidates.logprobs[row, :count].tolist()
             tokens = candidates.tokens[row, :count].tolist()
-            ranked += [(-score - p, slot, t, 1) for p, t in zip(logprobs, tokens, strict=True)]
-        ranked.sort(key=_by_score)
-        best = ranked[: self._max_rows]
-        new = [(s, self.request.child(slot, token)) for s, slot, token, is_new in best if is_new]
-        # One expanded node may be below another.
-        grown = [(score, slot) for score, slot in new if slot not in self._expanding]
-        self._best = [(score, slot) for score, _, slot, is_new in best if not is_new] + grown
-        self._best.sort(key=_by_score)
-        self.frontier = [slot for _, slot in grown]
-        self._scores = [-score for score, _ in grown]
+            ranked += [(score - p, slot, t) for p, t in zip(logprobs, tokens, strict=True)]
+        ranked.sort(key=itemgetter(0))  # stable: of equal guesses the shallower first
+        self._best, self.frontier = [], []
+        for score, slot, token in ranked[: self._max_rows]:
+            if token is not None:
+                slot = self.request.child(slot, token)
+                if slot in self._expanding:  # one expanded node may be below another
+                    continue
+                self.frontier.append((score, slot))
+            self._best.append((score, slot))
 
     def selected(self) -> IntArray:
         """Returns the sorted slots of the expanded nodes and the best guesses, parents included."""
         return np.array(sorted([*self._expanding, *(slot for _, slot in self._best)]))
-
-
-def _by_score(entry: tuple[float, ...]) -> float:
-    return entry[0]
 
 
 class _CheapView(WrappedSource):

@@ -213,16 +213,19 @@ class Chain:
         path = self._to(0)
         at = int(np.searchsorted(tree.ids[path], self.reached[level]))
         ends = at == len(path) - 1
-        if not ends and token in (_NO_TOKEN, int(tree.tokens[path[at + 1]])):
-            child_slot = int(path[at + 1])
+        confirmed = not ends and token in (_NO_TOKEN, int(tree.tokens[path[at + 1]]))
+        if confirmed:
+            slot = int(path[at + 1])
         elif token == _NO_TOKEN or at >= self.ahead:
             return False
         else:
-            child_slot = self._written(int(path[at]), token)
-            self.reached[0] = int(tree.ids[self._end(child_slot)])
-            for below in range(1, level):
-                self.reached[below] = int(tree.ids[child_slot])
-        self._reach(level, child_slot)
+            slot = self._written(int(path[at]), token)
+            self.reached[0] = int(tree.ids[self._end(slot)])
+        for below in range(1, level):  # the models before it are at least there, or start there
+            behind = tree.slots(np.array([self.reached[below]]))[0]
+            if not confirmed or tree.positions[behind] < tree.positions[slot]:
+                self.reached[below] = int(tree.ids[slot])
+        self.reached[level] = int(tree.ids[slot])
         return True
 
     def _written(self, parent: int, token: int) -> int:
@@ -232,15 +235,6 @@ class Chain:
         if child != NO_NODE:
             return child
         return int(tree.append(np.array([parent]), np.array([token]), np.zeros(1))[0])
-
-    def _reach(self, level: int, slot: int) -> None:
-        """Moves a model to a node, and the models before it at least there."""
-        tree = self._tree
-        self.reached[level] = int(tree.ids[slot])
-        for below in range(1, level):
-            at = tree.slots(np.array([self.reached[below]]))[0]
-            if tree.positions[at] < tree.positions[slot]:
-                self.reached[below] = self.reached[level]
 
     def _end(self, slot: int) -> int:
         """Returns the slot of the end of the newest chain below a node."""
