@@ -86,7 +86,7 @@ _SCHEMAS: dict[str, str | type] = {
 A section with ``_target_`` has the parameters of that class.
 """
 
-_UNSTATED = {"logit_scale"}  # of RandomPair: only certification passes them
+_UNSTATED = {"logit_scale", "logit_step"}  # of RandomPair: only certification passes them
 
 
 def check_config(config: Node, choices: Mapping[str, str]) -> None:

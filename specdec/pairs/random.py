@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
@@ -45,6 +46,7 @@ class RandomPair(HuggingFacePair):
         sliding_window: Count | None = None,
         seed: Index = 0,
         logit_scale: float = 1.0,
+        logit_step: float = 0.0,
         options: ModelOptions = _OPTIONS,
     ) -> None:
         """Describes the models; they are created on first use.
@@ -56,6 +58,8 @@ class RandomPair(HuggingFacePair):
             sliding_window: in positions; None: the family's default, which no short sequence
                 reaches.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
+            logit_step: logits are rounded to its multiples, which makes ties frequent; 0: no
+                rounding.
             options: options of all models; exit heads are untrained, and dtype=auto is float32.
         """
         super().__init__(options)
@@ -86,7 +90,7 @@ class RandomPair(HuggingFacePair):
         )
         self._family, self._window = family, sliding_window
         self._window_options(num_layers)  # refused before models are made
-        self._logit_scale = logit_scale
+        self._logits = (logit_scale, logit_step)
         self._fitted: dict[str, Any] = {}
 
     def model_name(self, name: str) -> str:
@@ -148,9 +152,13 @@ class RandomPair(HuggingFacePair):
             model = self._make_model(
                 num_layers=num_layers, options=self._window_options(num_layers)
             )
-        if (scale := self._logit_scale) != 1.0:
-            head = model.get_output_embeddings()
-            head.register_forward_hook(lambda _head, _given, logits: logits * scale)
+        scale, step = self._logits
+        if self._logits != (1.0, 0.0):
+
+            def rescale(_: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+                return torch.round(logits * scale / step) * step if step else logits * scale
+
+            model.get_output_embeddings().register_forward_hook(rescale)
         return model
 
     def token_samples(self) -> IntArray:

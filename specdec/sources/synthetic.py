@@ -37,7 +37,7 @@ Odds = Sequence[Annotated[float, Field(ge=-100, le=100)]]
 
 _TOKEN, _CLASS, _RANK, _NODE, _NODE_CLASS, _GROUP, _STAY = range(7)  # streams of the hash
 _NODE_STREAMS = np.array([[_NODE], [_NODE_CLASS]])
-_SPARE = 512  # tabulated positions beyond the last one that a request can emit
+_TABLE = 512  # positions tabulated at a time
 _MAX_STALE = 4096  # number of node ids above which those of pruned nodes are dropped
 
 
@@ -232,12 +232,20 @@ class _RequestTables:
         self.on_path = {request.tree.root_id}
         self.cached_len = 0
         self.expanded: set[int] = set()
-        positions = np.arange(request.num_prompt + request.stop.max_new_tokens + _SPARE)
-        self.tokens = pair.tokens(request.id, positions)
-        self.classes = pair.classes(request.id, positions)
+        self.tokens: IntArray = np.zeros(0, np.int64)
+        self._pair = pair
+        self.reserve(request.num_prompt + request.stop.max_new_tokens)
+
+    def reserve(self, last: int) -> None:
+        """Tabulates the positions up to the one after ``last``, if they are not yet."""
+        if last + 1 < len(self.tokens):
+            return
+        pair, positions = self._pair, np.arange(last + _TABLE)
+        self.tokens = pair.tokens(self.request.id, positions)
+        self.classes = pair.classes(self.request.id, positions)
         depths = range(pair.num_depths)
-        self._ranks = [pair.ranks(request.id, positions, depth) for depth in depths]
-        self._reach = pair.reach(request.id, positions)
+        self._ranks = [pair.ranks(self.request.id, positions, depth) for depth in depths]
+        self._reach = pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
         """Returns the number of candidates before the true token, after the true node."""
@@ -338,6 +346,7 @@ class SyntheticSource(TokenSource):
         """Returns tokens int64[W, k] and classes int64[W]."""
         tree = tables.request.tree
         positions, node_tokens = tree.positions.take(slots), tree.tokens.take(slots)
+        tables.reserve(int(positions.max()))
         first, classes = self._pair.node_keys(tables.request.id, positions, node_tokens)
         maybe = (slots == 0) | (node_tokens == tables.tokens.take(positions))
         true_rows = [row for row in maybe.nonzero()[0].tolist() if tables.is_on_path(slots[row])]
