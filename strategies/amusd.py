@@ -4,18 +4,8 @@ A rejection prunes the draft's chain; the draft pass that runs at that moment is
 and its candidates are dropped.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from specdec.parts.fields import DraftCount, validated
 from specdec.policies.free_draft import FreeDraft
-from specdec.policies.tree_growth import ready_requests, unsubmitted
-from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
-    from specdec.state import DecodeState, RequestState
 
 
 class FreeRunning(FreeDraft):
@@ -29,15 +19,4 @@ class FreeRunning(FreeDraft):
 
     @validated
     def __init__(self, *, ahead: DraftCount, wait: bool = True) -> None:
-        super().__init__(ahead)
-        self.wait = wait
-
-    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        requests = ready_requests(state, serial=False)
-        return unsubmitted(r for r in requests if not (self.wait and self._comes_later(r)))
-
-    def can_submit(self, state: DecodeState) -> bool:
-        return True
-
-    def _comes_later(self, request: RequestState) -> bool:
-        return len(request.tree) == 1 and self.can_draft(request)
+        super().__init__(ahead, least=int(wait))

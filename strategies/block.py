@@ -8,28 +8,24 @@ here: ``source.confidence`` ends a draft where the confidence head expects a rej
 Shape letters: W nodes, M drafts of a block, E hidden size of the drafter, U draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.device import to_host
+from specdec.executors.models import ModelPair
 from specdec.models.block import BlockRunner, Context, Kind
 from specdec.parts.fields import Share, Text, validated
 from specdec.sources.eagle import Features
 from specdec.sources.model_source import ModelSource
 from specdec.state import DecodeState, RequestState
 from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, Needs, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
 
 
 @dataclass(slots=True)
@@ -98,35 +94,22 @@ class BlockSource(ModelSource):
         self._drafts[request.id] = _Draft(features, self._runner.new_context())
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        requests = [(state.requests[i], ids) for i, ids in nodes.items]
-        can = np.concatenate([self._can_expand(request, ids) for request, ids in requests])
-        if not can.any():
+        requests = state.requests
+        can = np.concatenate([self._can_expand(requests[i], ids) for i, ids in nodes.items])
+        served = nodes.where(can)
+        if not served.items:
             return Candidates.empty(len(nodes))
-        chosen: list[tuple[int, IntArray]] = []
-        logits: list[Tensor] = []
-        rows: list[IntArray] = []
-        start = 0
-        for request, ids in requests:
-            served = ids[can[start : start + len(ids)]]
-            start += len(ids)
-            if not len(served):
-                continue
-            depths, tokens = self._rows_of(request, served)
-            first = row = np.arange(len(served))
-            if not request.sampling.needs_history:
-                # Nodes of a depth, after the same token, have the same candidates.
-                keys = [depths, tokens] if self._runner.conditional else [depths]
-                _, first, row = np.unique(
-                    np.stack(keys), axis=1, return_index=True, return_inverse=True
-                )
-            block = self._drafts[request.id].rows
-            assert block is not None
-            place, before = torch.from_numpy(depths[first]), torch.from_numpy(tokens[first])
-            logits.append(self._runner.logits(block[place], before))
-            rows.append(row.ravel() + sum(len(ids) for _, ids in chosen))
-            chosen.append((request.id, served[first]))
-        found = self._candidates(state, Nodes(tuple(chosen)), torch.cat(logits), k)
-        return found.take(np.concatenate(rows)).spread(can)
+        places = [self._rows_of(requests[i], ids) for i, ids in served.items]
+        depths, tokens = (np.concatenate(part) for part in zip(*places, strict=True))
+        blocks = [self._drafts[i].rows for i, ids in served.items for _ in ids]
+
+        def logits_of(rows: IntArray) -> Tensor:
+            chosen = [cast(Tensor, blocks[row])[depths[row]] for row in rows]
+            return self._runner.logits(torch.stack(chosen), torch.from_numpy(tokens[rows]))
+
+        # Nodes of a depth, after the same token, have the same candidates.
+        keys = [depths, tokens] if self._runner.conditional else [depths]
+        return self._shared_candidates(state, served, keys, logits_of, k).spread(can)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         for chunk in output.prompts:

@@ -5,21 +5,13 @@ before it are verified or not. A rejection prunes all later blocks; copies that 
 and their answers are dropped.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specdec.parts.fields import Count, DraftCount, validated
-from specdec.policies.free_draft import FreeDraft
-from specdec.policies.tree_growth import as_nodes, ready_requests
-from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.interfaces import TokenSource
-    from specdec.state import DecodeState, RequestState
-    from specdec.types import IntArray
+from specdec.policies.free_draft import Chain, FreeDraft
+from specdec.policies.tree_growth import ready_requests
+from specdec.state import DecodeState
+from specdec.types import IntArray
 
 
 class Blocks(FreeDraft):
@@ -39,21 +31,15 @@ class Blocks(FreeDraft):
         super().__init__(lookahead * (in_flight + 1))
         self.lookahead = lookahead
 
-    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        requests = ready_requests(state, serial=False)
-        return as_nodes((request, self._complete(request)) for request in requests)
-
     def can_submit(self, state: DecodeState) -> bool:
-        return any(len(self._complete(r)) for r in ready_requests(state, serial=False))
+        requests = ready_requests(state, serial=False)
+        return any(len(self.for_target(self.chains[r.id])) for r in requests)
 
-    def _complete(self, request: RequestState) -> IntArray:
+    def for_target(self, chain: Chain) -> IntArray:
         """Returns int64[W]: slots of the unsubmitted root and complete blocks."""
-        waiting = np.flatnonzero(request.tree.submitted_at < 0)
-        if len(waiting) and waiting[0] == 0:  # a new root does not wait for a block below it
-            rest = len(waiting) - 1
-            return waiting[: 1 + self._whole(request, rest)]
-        return waiting[: self._whole(request, len(waiting))]
-
-    def _whole(self, request: RequestState, num: int) -> int:
-        """Returns how many of ``num`` tokens are in complete blocks; the last may be shorter."""
-        return num - num % self.lookahead if self.can_draft(request) else num
+        waiting = np.flatnonzero(chain.request.tree.submitted_at < 0)
+        num_roots = int(len(waiting) > 0 and waiting[0] == 0)  # it does not wait for a block
+        rest = len(waiting) - num_roots
+        if len(chain.work(0)):  # the last block of a chain that has ended may be shorter
+            rest -= rest % self.lookahead
+        return waiting[: num_roots + rest]

@@ -5,11 +5,9 @@ layers at once. With ``max_gamma`` the length is drawn by Thompson sampling ("EE
 Liu et al. 2024, arXiv 2406.03853). PPSD states no details, so this is our interpretation.
 """
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +16,8 @@ from specdec.parts.fields import DraftCount, validated
 from specdec.policies.chain import grow_chains
 from specdec.policies.tree_growth import ready_requests, unsubmitted
 from specdec.sources.hashing import hash_uniform
+from specdec.state import DecodeState
 from specdec.types import Commit, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _STREAM = 0x75  # key that separates these draws from other uses of the hash
 
@@ -48,11 +44,8 @@ class ThompsonChain(TreePolicy):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._outcomes: dict[int, list[int]] = {}  # request -> [accepted, rejected]
+        self._outcomes = defaultdict[int, list[int]](lambda: [0, 0])  # accepted, rejected
         self._submitted: dict[int, int] = {}  # request -> draft tokens awaiting their answer
-
-    def open(self, request: RequestState) -> None:
-        self._outcomes[request.id] = [0, 0]
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.max_gamma

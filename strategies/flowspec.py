@@ -7,11 +7,10 @@ the new root, which is merged with the rest of the old one. A step without a res
 instead. The round ends when the committed token is not in the tree.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -21,19 +20,14 @@ from specdec.parts.fields import Count, DraftCount, Index, expects, validated
 from specdec.policies.tree_growth import (
     NO_SLOTS,
     as_nodes,
-    best_of_level,
-    expand,
+    expand_beams,
     live_requests,
     most_probable,
     ready_requests,
 )
 from specdec.sampling.transform import top_set
+from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, CommitKind, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specdec.state import DecodeState, RequestState
 
 NodeCount = Annotated[int, Field(ge=2), expects("it must be at least 2: root and a child")]
 
@@ -90,9 +84,6 @@ class FlowSpec(TreePolicy):
         self._later_segment = self.grown_segment or max(self.nodes, self.grown_nodes)
         self._rounds: defaultdict[int, _DraftRound] = defaultdict(_DraftRound)
 
-    def open(self, request: RequestState) -> None:
-        self._rounds[request.id] = _DraftRound()
-
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + max(self.segment, self._later_segment) * in_flight
 
@@ -130,11 +121,7 @@ class FlowSpec(TreePolicy):
         spans: Sequence[tuple[RequestState, int, int]],
     ) -> None:
         """Expands levels first .. last - 1 for each (request, first, last), then chooses nodes."""
-        for step in range(max((last - first for _, first, last in spans), default=0)):
-            growing = [(r, first + step) for r, first, last in spans if first + step < last]
-            beams = [(r, best_of_level(r, level, self.width)) for r, level in growing]
-            open_ = [(r, slots[~r.tree.expanded[slots]]) for r, slots in beams]
-            expand(state, source, open_, self.children)
+        expand_beams(state, source, spans, self.width, self.children)
         for request, _, last in spans:
             now, tree = self._rounds[request.id], request.tree
             num = self.grown_nodes if now.judged else self.nodes

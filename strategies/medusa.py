@@ -7,18 +7,18 @@ and the preset's verifier is ``match`` instead of typical acceptance.
 Shape letters: N tree nodes, W selected nodes, V vocabulary, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Clock, Work
+from specdec.clocks.meter import Meter
 from specdec.device import rows_on_host
+from specdec.executors.models import ModelPair
 from specdec.interfaces import Verifier
 from specdec.models.medusa import MedusaHeads
 from specdec.parts.fields import Count, Positive, PositiveShare, validated
@@ -40,11 +40,7 @@ from specdec.types import (
     Output,
     Verdict,
 )
-from specdec.verifiers.walk import accept_child, follow
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
+from specdec.verifiers.walk import accept_child
 
 
 @dataclass(slots=True)
@@ -103,7 +99,7 @@ class MedusaSource(ModelSource):
             vocab_size=self._heads.vocab_size,
             sample=sample,
         )
-        self._last: dict[int, _Last | None] = {}
+        self._last: dict[int, _Last] = {}  # of requests whose state has arrived
         self._prompt_ends: dict[int, int] = {}  # positions before the first roots
 
     @property
@@ -111,31 +107,22 @@ class MedusaSource(ModelSource):
         return self._heads.head_bytes
 
     def open(self, request: RequestState) -> None:
-        self._last[request.id] = None
         self._prompt_ends[request.id] = request.num_prefill - 1
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        numbers = [self._numbers(state, request_id, ids) for request_id, ids in nodes.items]
-        self._compute(nodes, numbers)
-        has_head = np.concatenate(numbers) > 0
-        logits: list[torch.Tensor] = []
-        chosen: list[tuple[int, IntArray]] = []
-        rows: list[IntArray] = []
-        for (request_id, ids), heads in zip(nodes.items, numbers, strict=True):
-            last, ids, heads = self._last[request_id], ids[heads > 0], heads[heads > 0]
-            if last is None or not len(ids):
-                continue
-            first = row = np.arange(len(ids))
-            if not state.requests[request_id].sampling.needs_history:
-                # All nodes of a depth have the same candidates.
-                _, first, row = np.unique(heads, return_index=True, return_inverse=True)
-            rows.append(row + len(logits))
-            logits += [last.logits[number] for number in heads[first].tolist()]
-            chosen.append((request_id, ids[first]))
-        if not logits:
+        numbers = np.concatenate([self._numbers(state, i, ids) for i, ids in nodes.items])
+        has_head = numbers > 0
+        served, heads = nodes.where(has_head), numbers[has_head]
+        if not served.items:
             return Candidates.empty(len(nodes))
-        candidates = self._candidates(state, Nodes(tuple(chosen)), torch.stack(logits), k)
-        return candidates.take(np.concatenate(rows)).spread(has_head)
+        self._compute(served, heads)
+        last = [self._last[i] for i, ids in served.items for _ in ids]
+
+        def logits_of(rows: IntArray) -> torch.Tensor:
+            return torch.stack([last[row].logits[int(heads[row])] for row in rows])
+
+        # All nodes of a depth have the same candidates.
+        return self._shared_candidates(state, served, [heads], logits_of, k).spread(has_head)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         (name,) = self.needs.hidden
@@ -153,26 +140,25 @@ class MedusaSource(ModelSource):
 
     def _numbers(self, state: DecodeState, request_id: int, ids: IntArray) -> IntArray:
         """Returns int64[W]: the head that predicts each node's children; 0 for none."""
-        last = self._last[request_id]
+        last = self._last.get(request_id)
         if last is None:
             return np.zeros(len(ids), np.int64)
         tree = state.requests[request_id].tree
         ahead = tree.positions[tree.slots(ids)] - last.position
         return np.where((ahead >= 1) & (ahead <= self._heads.num_heads), ahead, 0)
 
-    def _compute(self, nodes: Nodes, numbers: Sequence[IntArray]) -> None:
+    def _compute(self, nodes: Nodes, heads: IntArray) -> None:
         missing: dict[int, list[_Last]] = {}
-        for (request_id, _), heads in zip(nodes.items, numbers, strict=True):
+        for request_id, _, rows in nodes.packed():
             last = self._last[request_id]
-            for number in np.unique(heads[heads > 0]).tolist():
-                if last is not None and number not in last.logits:
-                    missing.setdefault(number, []).append(last)
-        for number, rows in sorted(missing.items()):
+            for number in set(heads[rows].tolist()) - last.logits.keys():
+                missing.setdefault(number, []).append(last)
+        for number, lasts in sorted(missing.items()):
             self._clock.start(CONTROLLER)
-            logits = self._heads.logits(number, torch.stack([last.hidden for last in rows]))
-            self._clock.charge(CONTROLLER, Work.HEAD, len(rows))
-            self._count(len(rows))
-            for last, row in zip(rows, logits, strict=True):
+            logits = self._heads.logits(number, torch.stack([last.hidden for last in lasts]))
+            self._clock.charge(CONTROLLER, Work.HEAD, len(lasts))
+            self._count(len(lasts))
+            for last, row in zip(lasts, logits, strict=True):
                 last.logits[number] = row
 
     def _transform(self, sampling: SamplingParams) -> SamplingTransform:
@@ -210,12 +196,12 @@ class TypicalVerifier(Verifier):
         probs = self._acceptable(tree)
         heights = _heights(tree.parents, tree.depths, probs > 0.0)
 
-        def choose(_slot: int, children: IntArray) -> int:
+        def choose(_tree: TokenTree, _slot: int, children: IntArray) -> int:
             best = np.lexsort((-probs[children], -heights[children]))
             best = best[probs[children[best]] > 0.0]
             return int(children[best[0]]) if len(best) else NO_NODE
 
-        return follow(request, accept_child(tree, choose))
+        return accept_child(request, choose)
 
     def _acceptable(self, tree: TokenTree) -> FloatArray:
         """Returns float64[N]: target probability of the acceptable nodes, 0 elsewhere."""

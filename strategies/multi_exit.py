@@ -4,23 +4,18 @@ PPSD names this as future work without a rule; ours is in ``MultiExitSource``. W
 drafts are verified afterwards (EESD), without it while drafting (PPSD).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.device import on_host
 from specdec.errors import UserError
+from specdec.executors.early_exit import FirstStage
+from specdec.executors.models import ModelPair
 from specdec.parts.fields import Count, validated
 from specdec.sources.early_exit import ExitSource
+from specdec.state import DecodeState, RequestState
 from specdec.types import BoolArray, Candidates, Commit, IntArray, NodeMap, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.executors.early_exit import FirstStage
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
 
 
 class MultiExitSource(ExitSource):
@@ -53,16 +48,24 @@ class MultiExitSource(ExitSource):
         candidates: Count = 16,
         sample: bool = False,
     ) -> None:
+        self._further_exits = further_exits
         super().__init__(
-            pair=pair,
-            layers=_exit_layers(pair, further_exits),
-            make_first_stage=make_first_stage,
-            candidates=candidates,
-            sample=sample,
+            pair=pair, make_first_stage=make_first_stage, candidates=candidates, sample=sample
         )
         self._num_layers = pair.num_layers
         self._tops: NodeMap[dict[int, tuple[int, float]]] = NodeMap()  # by exit: token, confidence
         self._chances: dict[int, ExitChances] = {}
+
+    def _exit_layers(self, pair: ModelPair) -> tuple[int, ...]:
+        first, last, further = pair.exit_layer, pair.num_layers - 1, self._further_exits
+        others = [min(2 * first, last)] if further is None else list(further)
+        layers = [first, *others]
+        if not others or layers != sorted(set(layers)) or layers[-1] > last:
+            raise UserError(
+                f"source.further_exits={further} must rise from above model.exit_layer={first} to"
+                f" at most {last}, the target's layers less one; for one exit use source=early_exit"
+            )
+        return tuple(layers)
 
     def open(self, request: RequestState) -> None:
         super().open(request)
@@ -106,19 +109,16 @@ class MultiExitSource(ExitSource):
         self._chances.pop(request_id, None)
 
     def _note(self, at: int, nodes: Nodes, answer: Candidates) -> None:
-        row = 0
-        for request_id, ids in nodes.items:
-            for node_id in ids.tolist():
+        if answer.probs is None:
+            best, sure = answer.tokens[:, 0], np.exp(answer.logprobs[:, 0])
+        else:
+            probs = on_host(answer.probs)
+            best, sure = probs.argmax(axis=1), probs.max(axis=1)
+        for request_id, ids, rows in nodes.packed():
+            for row, node_id in enumerate(ids.tolist(), rows.start):
                 if request_id in self._tops and answer.counts[row]:
-                    if answer.probs is None:
-                        best = int(answer.tokens[row, 0])
-                        sure = float(np.exp(answer.logprobs[row, 0]))
-                    else:
-                        probs = on_host(answer.probs[row])
-                        best, sure = int(probs.argmax()), float(probs.max())
                     tops = self._tops[request_id].setdefault(node_id, {})
-                    tops[at] = best, min(1.0, sure)
-                row += 1
+                    tops[at] = int(best[row]), min(1.0, float(sure[row]))
 
     def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
         """Returns bool[W]: nodes for which an exit later than ``at`` is expected to be better."""
@@ -151,18 +151,6 @@ class MultiExitSource(ExitSource):
             top = tops.pop(node_id, None)
             if top is not None and not self.gives_probs:
                 chances.learn(top, token)
-
-
-def _exit_layers(pair: ModelPair, further: Sequence[int] | None) -> tuple[int, ...]:
-    first, last = pair.exit_layer, pair.num_layers - 1
-    others = [min(2 * first, last)] if further is None else list(further)
-    layers = [first, *others]
-    if not others or layers != sorted(set(layers)) or layers[-1] > last:
-        raise UserError(
-            f"source.further_exits={further} must rise from above model.exit_layer={first} to"
-            f" at most {last}, the target's layers less one; for one exit use source=early_exit"
-        )
-    return tuple(layers)
 
 
 _BINS = 4

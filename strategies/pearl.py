@@ -8,20 +8,16 @@ last round and the first one of this round. If all are accepted the next round p
 otherwise it pre-verifies.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from specdec.clocks import LatencyProfile
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
 from specdec.policies.chain import grow_chains
 from specdec.policies.tree_growth import draft_passes, live_requests, ready_requests, unsubmitted
+from specdec.state import DecodeState
 from specdec.tree import TokenTree
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 Length = Literal["auto", "ratio", "until_ready"]
 AUTO, RATIO, UNTIL_READY = "auto", "ratio", "until_ready"

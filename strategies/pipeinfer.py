@@ -5,11 +5,9 @@ enters the pipeline behind the runs before it, so several are in flight. A commi
 run cancels it and all later ones: stages that did not begin them skip them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,16 +17,12 @@ from specdec.policies.tree_growth import (
     append_best,
     as_nodes,
     expand,
-    last_position,
+    growable_level,
     live_requests,
     ready_requests,
 )
+from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specdec.state import DecodeState, RequestState
 
 
 @dataclass(slots=True)
@@ -74,9 +68,6 @@ class PipeInfer(TreePolicy):
     def __post_init__(self) -> None:
         self._requests: defaultdict[int, _Speculation] = defaultdict(_Speculation)
 
-    def open(self, request: RequestState) -> None:
-        self._requests[request.id] = _Speculation()
-
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.tokens * in_flight
 
@@ -86,12 +77,12 @@ class PipeInfer(TreePolicy):
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         attempts = [(r, self._cutoff(r)) for r in live_requests(state) if self._may_begin(r)]
         attempts = [(r, cutoff) for r, cutoff in attempts if cutoff < 1.0]
-        sizes = {r.id: self._retested(r, cutoff) for r, cutoff in attempts}
+        # A token that was below the cut-off is tested again.
+        sizes = {r.id: int(self._is_pending(r) and self._passes(r, c)) for r, c in attempts}
         growing = [entry for entry in attempts if not self._is_pending(entry[0])]
-        while growing := [(r, c) for r, c in growing if sizes[r.id] < self.tokens and _has_room(r)]:
-            tips = [(r, np.array([len(r.tree) - 1])) for r, _ in growing]
-            open_ = [(r, tip[~r.tree.expanded[tip]]) for r, tip in tips]
-            expand(state, source, open_, 1)
+        while growing := [entry for entry in growing if sizes[entry[0].id] < self.tokens]:
+            tips = [(request, growable_level(request)) for request, _ in growing]
+            expand(state, source, tips, 1)
             longer = []
             for (request, cutoff), (_, tip) in zip(growing, tips, strict=True):
                 if len(append_best(request.tree, tip, 1, 1)) and self._passes(request, cutoff):
@@ -132,10 +123,6 @@ class PipeInfer(TreePolicy):
         tree = request.tree
         return len(tree) > 1 and int(tree.ids[-1]) > self._requests[request.id].sendable
 
-    def _retested(self, request: RequestState, cutoff: float) -> int:
-        """Returns 1 if the chain's last token was below the cut-off and passes now, else 0."""
-        return int(self._is_pending(request) and self._passes(request, cutoff))
-
     def _passes(self, request: RequestState, cutoff: float) -> bool:
         """Tests the chain's last token, and makes it sendable if its probability suffices."""
         tree = request.tree
@@ -143,7 +130,3 @@ class PipeInfer(TreePolicy):
             return False
         self._requests[request.id].sendable = int(tree.ids[-1])
         return True
-
-
-def _has_room(request: RequestState) -> bool:
-    return int(request.tree.positions[-1]) < last_position(request)

@@ -1,63 +1,28 @@
-from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
-
 from specdec.errors import UserError
+from specdec.interfaces import TokenSource
 from specdec.parts.fields import DraftCount, Index, validated
-from specdec.policies.free_draft import FreePasses
-from specdec.policies.tree_growth import (
-    append_best,
-    as_nodes,
-    last_position,
-    live_requests,
-    ready_requests,
-)
+from specdec.policies.free_draft import FreeDraft
 from specdec.sources.combined import ModelChain
-from specdec.types import NO_NODE, Candidates, Nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specdec.interfaces import Events, TokenSource
-    from specdec.state import DecodeState, RequestState
-    from specdec.tree import TokenTree
-    from specdec.types import Commit, Event, IntArray, Output
-
-_NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any token equals
 
 
-@validated
-@dataclass(eq=False, kw_only=True)
-class FreeChain(FreePasses):
+class FreeChain(FreeDraft):
     """Runs each model of a ``ModelChain`` whenever the one before it has produced a new token.
 
-    PipeSpec (arXiv 2505.01572). A request has one chain of tokens below its root, to which all
-    models contribute. The draft appends to its end. A middle model has confirmed or written the
-    first part of it, and verifies the following nodes that the model before it has reached. If its
-    token differs, it replaces the rest of the chain, and the models before it continue from there;
-    results of their passes over replaced nodes are dropped. The target verifies the nodes that the
-    last model has reached. With a source of one model it is ``amusd.FreeRunning``.
-
-    Args:
-        ahead: maximum number of tokens below the root, of all models.
-        least: number of new tokens that a model waits for before it verifies them; 0: the target
-            never waits, and the others wait for one.
+    PipeSpec (arXiv 2505.01572). The draft appends to the end of a request's chain. A middle model
+    has confirmed or written the first part of it, and verifies the following nodes that the model
+    before it has reached. If its token differs, it replaces the rest of the chain, and the models
+    before it continue from there; results of their passes over replaced nodes are dropped. The
+    target verifies the nodes that the last model has reached. The arguments are those of
+    ``FreeDraft``.
     """
 
-    ahead: DraftCount
-    least: Index = 1
-
-    def __post_init__(self) -> None:
-        if self.least > self.ahead:
+    @validated
+    def __init__(self, *, ahead: DraftCount, least: Index = 1) -> None:
+        if least > ahead:
             raise ValueError(
-                f"policy.least={self.least} tokens never come with policy.ahead={self.ahead}: raise"
-                " ahead"
+                f"policy.least={least} tokens never come with policy.ahead={ahead}: raise ahead"
             )
-        self._num_levels = 1
-        self._chains: dict[int, _Chain] = {}
+        super().__init__(ahead, least)
 
     def check_source(self, source: TokenSource) -> None:
         """Raises ``UserError`` if the source is not a chain of models."""
@@ -66,191 +31,4 @@ class FreeChain(FreePasses):
                 f"policy=pipespec needs the models of source=model_chain; {type(source).__name__}"
                 " has none: use it, or policy=amusd, which runs one source free"
             )
-        self._num_levels = len(source.levels)
-
-    def open(self, request: RequestState) -> None:
-        self._chains[request.id] = _Chain(request, self._num_levels, self.ahead, self.least)
-
-    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        """Returns the unsubmitted nodes of each chain that the last model has reached."""
-        requests = ready_requests(state, serial=False)
-        return as_nodes((r, self._chains[r.id].for_target()) for r in requests)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        for commit in commits:
-            if commit.request in self._chains:
-                self._chains[commit.request].reroot()
-
-    def close(self, request_id: int) -> None:
-        del self._chains[request_id]
-
-    def start_passes(self, state: DecodeState, events: Events) -> None:
-        busy = {(ticket.level, i) for ticket in events.running for i, _ in ticket.nodes.items}
-        for request in live_requests(state):
-            chain = self._chains[request.id]
-            for level in range(self._num_levels):
-                if (level, request.id) not in busy and len(ids := chain.work(level)):
-                    events.start(Nodes(((request.id, ids),)), 1, level)
-
-    def can_submit(self, state: DecodeState) -> bool:
-        return any(len(self._chains[r.id].for_target()) for r in live_requests(state))
-
-    def grow(self, state: DecodeState, event: Event) -> None:
-        assert event.ticket is not None
-        for request_id, ids, rows in event.ticket.nodes.packed():
-            chain = self._chains.get(request_id)
-            if chain is None:
-                continue
-            if event.candidates is None:
-                chain.drafted(int(ids[0]))
-            else:
-                chain.judged(event.ticket.level, ids, event.candidates.take(_indices(rows)))
-
-
-@dataclass(slots=True)
-class _Chain:
-    """The chain of one request, and the node that each model has reached.
-
-    Attributes:
-        request: its tree contains the chain and, until the next commit, replaced nodes.
-        num_levels: number of models besides the target.
-        reached: id of the last node that each model has written or confirmed; for the draft, the
-            end of the chain.
-        predicted: by level: node id -> the model's token after it.
-        childless: id of a node below which the draft has no candidates.
-    """
-
-    request: RequestState
-    num_levels: int
-    ahead: int
-    least: int
-    reached: list[int] = field(init=False)
-    predicted: list[dict[int, int]] = field(init=False)
-    childless: int = NO_NODE
-
-    def __post_init__(self) -> None:
-        self.reached = [self._tree.root_id] * self.num_levels
-        self.predicted = [{} for _ in range(self.num_levels)]
-
-    @property
-    def _tree(self) -> TokenTree:
-        return self.request.tree
-
-    def for_target(self) -> IntArray:
-        """Returns int64[W]: slots of nodes for the target; none if it waits for more of them."""
-        path = self._to(self.num_levels - 1)
-        new = path[self._tree.submitted_at[path] < 0]
-        num = np.count_nonzero(new)  # without the root
-        return new[:0] if num < self.least and self._grows(len(path)) else new
-
-    def work(self, level: int) -> IntArray:
-        """Returns int64[W]: ids of the nodes of a model's next pass; none if it has to wait."""
-        tree = self._tree
-        path = self._to(0 if level == 0 else level - 1)
-        inside = path[tree.positions[path] < last_position(self.request)]
-        if level == 0:
-            end = inside[len(path) - 1 :][: len(path) <= self.ahead]
-            ids = tree.ids[end]
-            return ids[(ids != self.childless) & ~tree.expanded[end]]
-        start = int(np.searchsorted(tree.ids[path], self.reached[level]))
-        num = len(path) - 1 - start
-        if num == 0 or (num < self.least and self._grows(len(path))):
-            return path[:0]
-        ids = tree.ids[inside[start:]]
-        return ids[[node_id not in self.predicted[level] for node_id in ids.tolist()]]
-
-    def _grows(self, length: int) -> bool:
-        """Whether a path of ``length`` nodes to some model can become longer before a commit."""
-        return length <= self.ahead and (len(self._to(0)) > length or len(self.work(0)) > 0)
-
-    def drafted(self, node_id: int) -> None:
-        """Appends the draft's candidate below a node, if the chain still ends there."""
-        if node_id != self.reached[0]:
-            return
-        slots = append_best(self._tree, self._tree.slots(np.array([node_id])), 1, 1)
-        if not len(slots):
-            self.childless = node_id
-            return
-        self.reached[0] = int(self._tree.ids[slots[0]])
-        self._advance()
-
-    def judged(self, level: int, ids: IntArray, candidates: Candidates) -> None:
-        """Stores a model's tokens after nodes; those of pruned nodes are dropped."""
-        slots = self._tree.slots(ids)
-        for row in np.flatnonzero(slots != NO_NODE).tolist():
-            token = candidates.tokens[row, 0] if candidates.counts[row] else _NO_TOKEN
-            self.predicted[level][int(ids[row])] = int(token)
-        self._advance()
-
-    def reroot(self) -> None:
-        """Keeps the state of the nodes below the new root; called after a commit."""
-        live = set(self._tree.ids.tolist())
-        self.predicted = [
-            {i: t for i, t in tokens.items() if i in live} for tokens in self.predicted
-        ]
-        root = self._tree.root_id
-        if self.reached[0] in live:
-            self.reached = [node_id if node_id in live else root for node_id in self.reached]
-        else:  # a model had replaced the node that is the root now
-            end = int(self._tree.ids[self._end(0)])
-            self.reached = [end, *[root] * (self.num_levels - 1)]
-        self._advance()
-
-    def _advance(self) -> None:
-        """Moves every model as far as its predictions reach; later models override earlier ones."""
-        for level in range(1, self.num_levels):
-            while self._step(level):
-                pass
-
-    def _step(self, level: int) -> bool:
-        """Moves a model by one token, confirmed or predicted; returns False if it cannot move."""
-        tree = self._tree
-        token = self.predicted[level].get(self.reached[level])
-        if token is None:
-            return False
-        path = self._to(0)
-        at = int(np.searchsorted(tree.ids[path], self.reached[level]))
-        ends = at == len(path) - 1
-        if not ends and token in (_NO_TOKEN, int(tree.tokens[path[at + 1]])):
-            child_slot = int(path[at + 1])
-        elif token == _NO_TOKEN or at >= self.ahead:
-            return False
-        else:
-            child_slot = self._written(int(path[at]), token)
-            self.reached[0] = int(tree.ids[self._end(child_slot)])
-            for below in range(1, level):
-                self.reached[below] = int(tree.ids[child_slot])
-        self._reach(level, child_slot)
-        return True
-
-    def _written(self, parent: int, token: int) -> int:
-        """Returns the slot of the child with a model's token, which may be a replaced node."""
-        tree = self._tree
-        child = tree.child(parent, token)
-        if child != NO_NODE:
-            return child
-        return int(tree.append(np.array([parent]), np.array([token]), np.zeros(1))[0])
-
-    def _reach(self, level: int, slot: int) -> None:
-        """Moves a model to a node, and the models before it at least there."""
-        tree = self._tree
-        self.reached[level] = int(tree.ids[slot])
-        for below in range(1, level):
-            at = tree.slots(np.array([self.reached[below]]))[0]
-            if tree.positions[at] < tree.positions[slot]:
-                self.reached[below] = self.reached[level]
-
-    def _end(self, slot: int) -> int:
-        """Returns the slot of the end of the newest chain below a node."""
-        tree = self._tree
-        while len(children := tree.children(slot)):
-            slot = int(children[-1])
-        return slot
-
-    def _to(self, level: int) -> IntArray:
-        """Returns int64[D + 1]: slots from the root to the node that a model has reached."""
-        return self._tree.path(int(self._tree.slots(np.array([self.reached[level]]))[0]))
-
-
-def _indices(rows: slice) -> IntArray:
-    return np.arange(rows.start, rows.stop)
+        self.num_levels = len(source.levels)

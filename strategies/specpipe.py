@@ -9,11 +9,8 @@ The verifiers are lossy (3.4): faster, not distributed as the target. For greedy
 into ``match``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -22,7 +19,7 @@ from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
-from specdec.verifiers.walk import accept_child, follow, target_probs
+from specdec.verifiers.walk import accept_child, target_probs
 
 
 class RelaxedVerifier(Verifier):
@@ -36,7 +33,7 @@ class RelaxedVerifier(Verifier):
     lossless = Lossless.LOSSY
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]
+        return [accept_child(request, self._choose) for request in requests]
 
     @staticmethod
     def _choose(tree: TokenTree, slot: int, children: IntArray) -> int:
@@ -63,7 +60,7 @@ class StrictVerifier(Verifier):
     top_p: PositiveShare = 0.9
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        return [follow(r, accept_child(r.tree, partial(self._choose, r.tree))) for r in requests]
+        return [accept_child(request, self._choose) for request in requests]
 
     def _choose(self, tree: TokenTree, slot: int, children: IntArray) -> int:
         probs = target_probs(tree, slot)

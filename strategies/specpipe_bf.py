@@ -1,9 +1,6 @@
 """SpecPipe with its node budget spent best first, an extension that is not in the paper."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
@@ -15,10 +12,8 @@ from specdec.policies.tree_growth import (
     live_requests,
     ready_requests,
 )
+from specdec.state import DecodeState
 from specdec.types import Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 @validated

@@ -8,34 +8,31 @@ as the batch grows.
 Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K columns.
 """
 
-from __future__ import annotations
-
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache, partial
 
 import numpy as np
 
 from specdec.clocks import LatencyProfile, Work
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, validated
+from specdec.policies.fading_mean import FadingLine
 from specdec.policies.tree_growth import (
     expand,
     growable_level,
     live_requests,
-    open_bottom,
     ready_requests,
     unsubmitted,
 )
 from specdec.sampling.transform import top_set
+from specdec.state import DecodeState, RequestState
 from specdec.types import Commit, CommitKind, FloatArray, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _MEAN_LEVELS = 4  # the running mean covers this many times the levels in flight
 _PRIOR_MISSES = 8.0  # initial misses, with their idle steps: the correction starts at 1
+_FADE = 0.98  # weight of a step's time relative to the next: about 50 steps
 _BINS = 16  # of ranks, each twice as wide as the one before
 _PRIOR = 2.0  # initial count of nodes on the path, observed and expected: a correction of 1
 
@@ -99,12 +96,10 @@ class AdaptiveWidth(TreePolicy):
         self._num_output: dict[int, int] = {}
         self._calibration = RankCalibration()
         self._omitted: FloatArray | None = None  # [width], mean per request by nodes per request
-        self._cost: _ProfiledCost | _FittedCost = (
-            _FittedCost() if self.profile is None else _ProfiledCost(self.profile)
-        )
-
-    def open(self, request: RequestState) -> None:
-        self._calibration.open(request.id)
+        self._fitted = FadingLine(_FADE)  # seconds of the run's steps over their numbers of nodes
+        self._last: tuple[float, int] | None = None  # when the last step began, and its nodes
+        if self.profile is not None:
+            self._step_ms = cache(partial(_step_ms, self.profile))
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.width * in_flight
@@ -117,11 +112,15 @@ class AdaptiveWidth(TreePolicy):
         if levels:
             self._append(levels, len(live_requests(state)), len(requests) - len(growing))
         selected = unsubmitted(requests)
-        self._cost.step(state.clock.now(), len(selected))
+        now = state.clock.now()
+        if self._last is not None:
+            began, num = self._last
+            self._fitted.add(num, now - began)
+        self._last = now, len(selected)
         return selected
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        expand(state, source, [(r, open_bottom(r)) for r in live_requests(state)], self.children)
+        expand(state, source, [(r, growable_level(r)) for r in live_requests(state)], self.children)
         return False
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -164,7 +163,7 @@ class AdaptiveWidth(TreePolicy):
         omitted = np.maximum(len(levels) - covered, 0.0)
         sizes = np.arange(1, self.width + 1) * len(levels)
         mean = self._mean_omitted(omitted[np.minimum(sizes, len(probs)) - len(levels)], levels)
-        step = self._cost.table(num_roots + int(sizes[-1]))[num_roots + sizes]
+        step = self._step_times(num_roots + sizes)
         correction = self._idle / self._expected_idle if self._expected_idle else 1.0
         value = step * (num_live + (self.latency - 1) * correction * mean)
         num = int(min(sizes[value.argmin()], len(probs)))
@@ -184,6 +183,14 @@ class AdaptiveWidth(TreePolicy):
                 shares=level.shares[:count],
             )
 
+    def _step_times(self, sizes: IntArray) -> FloatArray:
+        """Returns float64[width], in any unit: the time of a step by its number of nodes."""
+        if self.profile is not None:
+            return np.array([self._step_ms(num) for num in sizes.tolist()])
+        if not self._fitted.sums[0]:
+            return np.ones(len(sizes))
+        return np.maximum(self._fitted.at(0.0), 1e-9) + self._fitted.slope * sizes
+
     def _mean_omitted(self, omitted: FloatArray, levels: list[_WidthLevel]) -> FloatArray:
         """Returns the mean total omitted probability by nodes per request, float64[width]."""
         each = omitted / len(levels)
@@ -193,52 +200,11 @@ class AdaptiveWidth(TreePolicy):
         return self._omitted * len(levels)
 
 
-class _ProfiledCost:
-    def __init__(self, profile: LatencyProfile) -> None:
-        self._profile = profile
-        self._table: FloatArray = np.zeros(0)
-
-    def step(self, now_s: float, num_nodes: int) -> None: ...
-
-    def table(self, max_nodes: int) -> FloatArray:
-        """Returns float64[max_nodes + 1]: milliseconds of a step by its number of nodes."""
-        size = len(self._table)
-        if max_nodes >= size:
-            new = [self._ms(n) for n in range(size, 2 * max_nodes + 1)]
-            self._table = np.concatenate([self._table, new])
-        return self._table[: max_nodes + 1]
-
-    def _ms(self, num: int) -> float:
-        """Adds up compute, prune and transmit; the draft runs in parallel with the stages."""
-        ms = self._profile.ms
-        stage = ms(Work.STAGE, num) + ms(Work.HEAD, num)
-        return max(stage, ms(Work.DRAFT, num)) + ms(Work.PRUNE, num) + ms(Work.TRANSFER, num)
-
-
-class _FittedCost:
-    """Step times of the run so far, fitted by a line over the number of nodes."""
-
-    _DECAY = 0.98  # weight of a step relative to the next: about 50 steps
-
-    def __init__(self) -> None:
-        self._sums = np.zeros(5)  # weights, n, t, n n, n t
-        self._last: tuple[float, int] | None = None
-
-    def step(self, now_s: float, num_nodes: int) -> None:
-        if self._last is not None:
-            start_s, n = self._last
-            t = now_s - start_s
-            self._sums = self._DECAY * self._sums + np.array([1.0, n, t, n * n, n * t])
-        self._last = now_s, num_nodes
-
-    def table(self, max_nodes: int) -> FloatArray:
-        """Returns float64[max_nodes + 1]: seconds of a step by its nodes; constant without data."""
-        weight, n, t, nn, nt = self._sums.tolist()
-        spread = weight * nn - n * n
-        slope = max(0.0, (weight * nt - n * t) / spread) if spread > 1e-9 else 0.0
-        base = (t - slope * n) / weight if weight else 1.0
-        line: FloatArray = max(base, 1e-9) + slope * np.arange(max_nodes + 1, dtype=np.float64)
-        return line
+def _step_ms(profile: LatencyProfile, num: int) -> float:
+    """Adds up compute, prune and transmit; the draft runs in parallel with the stages."""
+    ms = profile.ms
+    stage = ms(Work.STAGE, num) + ms(Work.HEAD, num)
+    return max(stage, ms(Work.DRAFT, num)) + ms(Work.PRUNE, num) + ms(Work.TRANSFER, num)
 
 
 class RankCalibration:
@@ -256,10 +222,7 @@ class RankCalibration:
         self._observed = np.full(_BINS, _PRIOR)
         self._predicted = np.full(_BINS, _PRIOR)
         # By request, its submitted levels that are not decided yet: position, ids, shares.
-        self._pending: dict[int, deque[tuple[int, IntArray, FloatArray]]] = {}
-
-    def open(self, request_id: int) -> None:
-        self._pending[request_id] = deque()
+        self._pending = defaultdict[int, deque[tuple[int, IntArray, FloatArray]]](deque)
 
     def add_level(
         self, request_id: int, *, position: int, ids: IntArray, shares: FloatArray

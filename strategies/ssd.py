@@ -8,9 +8,8 @@ just in time. The outcomes are unsubmitted nodes of the tree. Under ``rejection`
 samples of a node, which are tested in turn, so the target's distribution stays exact.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections import defaultdict
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -20,7 +19,6 @@ from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import DraftCount, NotNegative, expects, validated
 from specdec.policies.chain import first_path, grow_chains
 from specdec.policies.tree_growth import (
-    NO_SLOTS,
     append_best,
     as_nodes,
     draft_passes,
@@ -28,12 +26,10 @@ from specdec.policies.tree_growth import (
     last_position,
     live_requests,
     ready_requests,
+    take_first,
 )
-from specdec.tree import TokenTree
+from specdec.state import DecodeState, RequestState
 from specdec.types import IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 AUTO = "auto"
 _UNPRICED, _MOST = 4, 8  # draft tokens of "auto": without a profile, and at most
@@ -100,10 +96,7 @@ class Ssd(TreePolicy):
         self._outcomes = outcomes
         self._children = 1 + (outcomes if self.value_dependent else max(self.fan_outs))
         self._per_step = -(-(self.gamma + 1) // (latency or 1))
-        self._passes: dict[int, int] = {}  # request -> draft passes of its round so far
-
-    def open(self, request: RequestState) -> None:
-        self._passes[request.id] = 0
+        self._passes = defaultdict[int, int](int)  # request -> draft passes of its round so far
 
     def max_cached_nodes(self, in_flight: int) -> int:
         return 1 + self.gamma
@@ -127,12 +120,12 @@ class Ssd(TreePolicy):
                 if self._passes[request.id] == 0:
                     self._enumerate(request)
                 else:
-                    _take(request.tree, leaves, 1)
+                    take_first(request.tree, leaves, 1)
                 self._passes[request.id] += 1
         return False
 
     def close(self, request_id: int) -> None:
-        del self._passes[request_id]
+        self._passes.pop(request_id, None)
 
     def _leaves(self, request: RequestState) -> IntArray:
         """Returns the chain's end in a round's first pass, then the ends of the outcomes."""
@@ -149,11 +142,4 @@ class Ssd(TreePolicy):
             append_best(tree, np.array(chain, np.int64), self._outcomes, self._children)
             return
         for slot, num in zip(chain, self.fan_outs, strict=False):
-            _take(tree, np.array([slot]), num)
-
-
-def _take(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
-    """Turns the first ``num`` untaken candidates of each node into nodes; returns their slots."""
-    untaken = tree.candidate_logprobs[slots] > -np.inf
-    rows, columns = np.nonzero(untaken & (untaken.cumsum(axis=1) <= num))
-    return tree.take(slots[rows], columns) if len(rows) else NO_SLOTS
+            take_first(tree, np.array([slot]), num)

@@ -15,32 +15,29 @@ Shape letters: W nodes, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, TypeAlias, cast
+from operator import itemgetter
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from specdec.device import on_host
+from specdec.clocks.interface import Clock
 from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.parts.fields import Count, expects, validated
-from specdec.policies.tree_growth import NO_SLOTS, as_nodes, last_position
-from specdec.sampling.transform import top_stable
+from specdec.policies.tree_growth import as_nodes, last_position
+from specdec.sampling.transform import top_set
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.combined import CombinedSource, WrappedSource
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes, Output
 
-if TYPE_CHECKING:
-    from specdec.clocks.interface import Clock
-    from specdec.state import DecodeState, RequestState
-
 _DEFAULT_CHILDREN = 16
 
-_Selection: TypeAlias = "list[tuple[ScratchRequest, IntArray]]"
-"""(request, int64[W_r] scratch slots) per request."""
 CHEAP_ORIGIN = 1
 """The origin of nodes that the cheaper source proposed; those of the main source have 0."""
 
@@ -86,7 +83,10 @@ class StagedSource(CombinedSource):
         guess_rows: Count = 5,
         max_children: Count | None = None,
     ) -> None:
-        self._draft, self._cheap = draft, CachedSource(source=cheap)
+        if max_children is None:
+            max_children = 1 if draft.gives_probs else _DEFAULT_CHILDREN
+        self._draft = CachedSource(source=draft, k=max_children, extended=self._with_guesses)
+        self._cheap = CachedSource(source=cheap)
         super().__init__([self._draft, self._cheap])
         self.gives_probs, self.vocab_size = draft.gives_probs, draft.vocab_size
         if self.needs.real_nodes:
@@ -99,30 +99,15 @@ class StagedSource(CombinedSource):
         self._width = guess_width
         self._depth = guess_depth
         self._rows = guess_rows
-        if max_children is None:
-            max_children = 1 if self.gives_probs else _DEFAULT_CHILDREN
-        self._k = max_children
         self._requests: dict[int, ScratchRequest] = {}
-        self._state: DecodeState | None = None
 
     def open(self, request: RequestState) -> None:
-        scratch = ScratchRequest(request)
-        self._requests[request.id] = scratch
-        super().open(cast("RequestState", scratch))
+        self._requests[request.id] = scratch = ScratchRequest(request)
+        super().open(scratch)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         """Returns the draft's candidates; the draft runs only for nodes not computed yet."""
-        if k > self._k:
-            self._k = k
-            for scratch in self._requests.values():
-                scratch.tree.expanded[:] = False
-        selected = self.located(nodes)
-        missing = [(r, slots[~r.tree.expanded[slots]]) for r, slots in selected]
-        missing = [(r, slots) for r, slots in missing if len(slots)]
-        if missing:
-            scratch_state = self.scratch_state(state)
-            self._run_draft(scratch_state, self._with_guesses(scratch_state, missing))
-        return self._stored(selected, k)
+        return self._draft.expand(self.scratch_state(state), self.located(nodes), k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         """Moves the scratch trees, and commits on both sources in scratch ids.
@@ -143,72 +128,45 @@ class StagedSource(CombinedSource):
 
     # Scratch trees.
 
-    def located(self, nodes: Nodes) -> _Selection:
-        requests = [(self._requests[request_id], ids) for request_id, ids in nodes.items]
-        return [(scratch, scratch.slots(ids)) for scratch, ids in requests]
+    def located(self, nodes: Nodes) -> Nodes:
+        """Returns the scratch nodes of real nodes, which are created if missing."""
+        return Nodes(tuple((i, self._requests[i].scratch_ids(ids)) for i, ids in nodes.items))
 
     def scratch_state(self, state: DecodeState) -> DecodeState:
-        if self._state is None or self._state.draws is not state.draws:
-            self._state = type(state)(draws=state.draws, clock=state.clock, meter=state.meter)
-            self._state.requests = cast("dict[int, RequestState]", self._requests)
-        self._state.step = state.step
-        return self._state
+        scratch = copy(state)
+        scratch.requests = {**self._requests}
+        return scratch
 
-    def _with_guesses(self, state: DecodeState, missing: _Selection) -> _Selection:
-        guesses = [_Guesses(request, slots, self._rows) for request, slots in missing]
+    def _with_guesses(self, state: DecodeState, missing: Nodes) -> Nodes:
+        guesses = [_Guesses(self._requests[i], ids, self._rows) for i, ids in missing.items]
         for _ in range(self._depth):
             growing = [g for g in guesses if g.frontier]
             if not growing:
                 break
-            nodes = Nodes(tuple((g.request.id, g.request.tree.ids[g.frontier]) for g in growing))
+            nodes = as_nodes((g.request, g.slots()) for g in growing)
             candidates = self._cheap.expand(state, nodes, self._width)
             for guess, (_, _, rows) in zip(growing, nodes.packed(), strict=True):
                 guess.grow(candidates, rows.start)
-        return [(g.request, g.selected()) for g in guesses]
-
-    def _run_draft(self, state: DecodeState, selected: _Selection) -> None:
-        nodes = _scratch_nodes(selected)
-        candidates = self._draft.expand(state, nodes, self._k)
-        for (request, slots), (_, _, rows) in zip(selected, nodes.packed(), strict=True):
-            request.tree.set_candidates(slots, candidates, rows)
-
-    def _stored(self, selected: _Selection, k: int) -> Candidates:
-        tokens, logprobs, probs = [], [], []
-        width = min([k, *(r.tree.candidate_tokens.shape[1] for r, _ in selected)])
-        for request, slots in selected:
-            tree = request.tree
-            tokens.append(tree.candidate_tokens[slots, :width])
-            logprobs.append(tree.candidate_logprobs[slots, :width])
-            if self.gives_probs:
-                uniform = np.full(self.vocab_size or 1, 1.0 / (self.vocab_size or 1))
-                probs += [tree.draft_probs.get(i, uniform) for i in tree.ids[slots].tolist()]
-        scores = np.concatenate(logprobs)
-        return Candidates(
-            tokens=np.concatenate(tokens),
-            logprobs=scores,
-            counts=(scores > -np.inf).sum(axis=1),
-            probs=np.stack([on_host(row) for row in probs]) if probs else None,
-        )
-
-
-def _scratch_nodes(selected: _Selection) -> Nodes:
-    return Nodes(tuple((request.id, request.tree.ids[slots]) for request, slots in selected))
+        return as_nodes((g.request, g.selected()) for g in guesses)
 
 
 class _Guesses:
     """Grows one request's guesses level by level, and keeps the most probable ones.
 
     It uses plain Python numbers: for a few guesses, array calls would cost more than the saved pass
-    of a small draft. The next level grows below the slots in ``frontier``.
+    of a small draft. The next level grows below the nodes in ``frontier``.
     """
 
-    def __init__(self, request: ScratchRequest, slots: IntArray, max_rows: int) -> None:
+    def __init__(self, request: ScratchRequest, ids: IntArray, max_rows: int) -> None:
         self.request = request
-        self.frontier: list[int] = slots.tolist()
-        self._scores = [0.0] * len(slots)
-        self._expanding = frozenset(self.frontier)
+        slots = request.tree.slots(ids).tolist()
+        self.frontier = [(0.0, slot) for slot in slots]  # (minus the score, slot)
+        self._expanding = frozenset(slots)
         self._max_rows = max_rows
-        self._best: list[tuple[float, int]] = []  # (minus the score, slot), best first
+        self._best: list[tuple[float, int]] = []  # likewise, best first
+
+    def slots(self) -> IntArray:
+        return np.array([slot for _, slot in self.frontier])
 
     def grow(self, candidates: Candidates, start: int) -> None:
         """Creates nodes from the best candidates of the frontier, rows ``start`` and following.
@@ -216,33 +174,25 @@ class _Guesses:
         A candidate that is not among the best of all guesses so far is dropped with everything
         below it: a child's score is at most its parent's.
         """
-        ranked = [(score, -1, slot, 0) for score, slot in self._best]  # ties: the shallower guess
-        for row, (slot, score) in enumerate(zip(self.frontier, self._scores, strict=True), start):
+        ranked: list[tuple[float, int, int | None]] = [(*entry, None) for entry in self._best]
+        for row, (score, slot) in enumerate(self.frontier, start):
             count = int(candidates.counts[row])
             logprobs = candidates.logprobs[row, :count].tolist()
             tokens = candidates.tokens[row, :count].tolist()
-            ranked += [(-score - p, slot, t, 1) for p, t in zip(logprobs, tokens, strict=True)]
-        ranked.sort(key=_by_score)
-        best = ranked[: self._max_rows]
-        new = [(score, slot, token) for score, slot, token, is_new in best if is_new]
-        slots = self.request.children([entry[1] for entry in new], [entry[2] for entry in new])
-        grown = [
-            (score, slot)
-            for (score, _, _), slot in zip(new, slots, strict=True)
-            if slot not in self._expanding  # one expanded node may be below another
-        ]
-        self._best = [(score, slot) for score, _, slot, is_new in best if not is_new] + grown
-        self._best.sort(key=_by_score)
-        self.frontier = [slot for _, slot in grown]
-        self._scores = [-score for score, _ in grown]
+            ranked += [(score - p, slot, t) for p, t in zip(logprobs, tokens, strict=True)]
+        ranked.sort(key=itemgetter(0))  # stable: of equal guesses the shallower first
+        self._best, self.frontier = [], []
+        for score, slot, token in ranked[: self._max_rows]:
+            if token is not None:
+                slot = self.request.child(slot, token)
+                if slot in self._expanding:  # one expanded node may be below another
+                    continue
+                self.frontier.append((score, slot))
+            self._best.append((score, slot))
 
     def selected(self) -> IntArray:
         """Returns the sorted slots of the expanded nodes and the best guesses, parents included."""
         return np.array(sorted([*self._expanding, *(slot for _, slot in self._best)]))
-
-
-def _by_score(entry: tuple[float, ...]) -> float:
-    return entry[0]
 
 
 class _CheapView(WrappedSource):
@@ -253,11 +203,11 @@ class _CheapView(WrappedSource):
         self._owner = owner
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        scratch = _scratch_nodes(self._owner.located(nodes))
-        return self._source.expand(self._owner.scratch_state(state), scratch, k)
+        scratch_state = self._owner.scratch_state(state)
+        return self._source.expand(scratch_state, self._owner.located(nodes), k)
 
 
-class ScratchRequest:
+class ScratchRequest(RequestState):
     """A request as the wrapped sources see it: the real request's tokens with a scratch tree."""
 
     def __init__(self, request: RequestState) -> None:
@@ -269,7 +219,6 @@ class ScratchRequest:
         tree = request.tree
         self.tree = TokenTree(token=int(tree.tokens[0]), position=int(tree.positions[0]))
         self._scratch_of = {tree.root_id: self.tree.root_id}  # real id -> scratch id
-        self._children: dict[tuple[int, int], int] = {}  # (scratch id, token) -> scratch id
         self._last_step = -1
 
     @property
@@ -280,41 +229,16 @@ class ScratchRequest:
     def prefix_len(self) -> int:
         return self._real.prefix_len
 
-    def path_tokens(self, slot: int) -> IntArray:
-        """Returns int64[T + depth]: committed tokens, then the path below the root to ``slot``."""
-        return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
-
-    def slots(self, real_ids: IntArray) -> IntArray:
-        """Returns int64[W]: scratch slots of real nodes, which are created if missing."""
-        known = self._scratch_of
-        ids = [known.get(i, NO_NODE) for i in real_ids.tolist()]
-        if NO_NODE in ids:
-            real = self._real.tree
-            for at, slot in enumerate(real.slots(real_ids).tolist()):
-                if ids[at] == NO_NODE:
-                    ids[at] = self._add_path(slot)
-        return self.tree.slots(np.array(ids, np.int64))
+    def scratch_ids(self, real_ids: IntArray) -> IntArray:
+        """Returns int64[W]: scratch ids of real nodes, which are created if missing."""
+        return np.array([self._scratch_id(real_id) for real_id in real_ids.tolist()], np.int64)
 
     def child(self, slot: int, token: int) -> int:
-        return self.children([slot], [token])[0]
-
-    def children(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Returns the slots of the children with the given tokens; creates missing ones.
-
-        Each pair of a slot of ``parents`` and a token occurs once.
-        """
-        tree, known = self.tree, self._children
-        ids = tree.ids
-        keys = [(int(ids[slot]), token) for slot, token in zip(parents, tokens, strict=True)]
-        child_ids = [known.get(key, NO_NODE) for key in keys]
-        new = [at for at, node_id in enumerate(child_ids) if node_id == NO_NODE]
-        if new:
-            above = np.array([parents[at] for at in new])
-            slots = tree.append(above, np.array([tokens[at] for at in new]), np.zeros(len(new)))
-            ids = tree.ids
-            for at, slot in zip(new, slots.tolist(), strict=True):
-                child_ids[at] = known[keys[at]] = int(ids[slot])
-        return ids.searchsorted(child_ids).tolist()  # type: ignore[no-any-return]
+        """Returns the slot of the child with the token, which is created if missing."""
+        child = self.tree.child(slot, token)
+        if child == NO_NODE:
+            child = int(self.tree.append(np.array([slot]), np.array([token]), np.zeros(1))[0])
+        return child
 
     def commit(self, commit: Commit) -> Commit | None:
         """Moves the scratch root; returns the commit in scratch ids, None if applied already."""
@@ -326,32 +250,28 @@ class ScratchRequest:
         for token in commit.retired_tokens[1:].tolist():
             path.append(self.child(path[-1], token))
         retired = tree.ids[path]
-        root = self._children.get((int(retired[-1]), commit.next_token))
-        if root is None:
+        root = tree.child(path[-1], commit.next_token)
+        if root == NO_NODE:
             kind = CommitKind.MISS
             tree.reset(token=commit.next_token, position=int(tree.positions[path[-1]]) + 1)
         else:
             kind = CommitKind.HIT
-            tree.reroot(int(np.searchsorted(tree.ids, root)))
+            tree.reroot(root)
         kept = tree.ids.copy()
         live = set(kept.tolist())
         self._scratch_of = {r: s for r, s in self._scratch_of.items() if s in live}
-        self._children = {key: s for key, s in self._children.items() if s in live}
         self._scratch_of[commit.root_id] = tree.root_id
         return replace(commit, kind=kind, retired_ids=retired, root_id=tree.root_id, kept_ids=kept)
 
-    def _add_path(self, real_slot: int) -> int:
+    def _scratch_id(self, real_id: int) -> int:
         """Returns the scratch id of a real node; creates the missing part of its path."""
-        real = self._real.tree
-        real_id = int(real.ids[real_slot])
-        known = self._scratch_of.get(real_id)
-        if known is None:
-            parent = self._add_path(int(real.parents[real_slot]))
-            slot = int(np.searchsorted(self.tree.ids, parent))
-            slot = self.child(slot, int(real.tokens[real_slot]))
-            known = int(self.tree.ids[slot])
-            self._scratch_of[real_id] = known
-        return known
+        if real_id not in self._scratch_of:
+            real = self._real.tree
+            slot = int(real.live_slots(np.array([real_id]))[0])
+            above = np.array([self._scratch_id(int(real.ids[real.parents[slot]]))])
+            child = self.child(int(self.tree.slots(above)[0]), int(real.tokens[slot]))
+            self._scratch_of[real_id] = int(self.tree.ids[child])
+        return self._scratch_of[real_id]
 
 
 class CachedSource(WrappedSource):
@@ -359,12 +279,21 @@ class CachedSource(WrappedSource):
 
     A staged source requests the same guesses whenever they are close to the nodes that its draft
     computes. Rows of count 0 are not cached: the source may have a proposal later.
+
+    Args:
+        k: number of candidates requested; a call for more discards what is cached.
+        extended: adds further nodes to those that the source must expand.
     """
 
-    def __init__(self, *, source: TokenSource) -> None:
+    def __init__(
+        self,
+        *,
+        source: TokenSource,
+        k: int = 1,
+        extended: Callable[[DecodeState, Nodes], Nodes] = lambda _, nodes: nodes,
+    ) -> None:
         super().__init__(source)
-        self._cache = CandidateCache()
-        self._k = 1
+        self._cache, self._k, self._extended = CandidateCache(), k, extended
 
     def open(self, request: RequestState) -> None:
         self._cache.open(request.id)
@@ -375,12 +304,9 @@ class CachedSource(WrappedSource):
             self._k = k
             self._cache.clear()
         missing = self._cache.missing(nodes)
-        if not missing.items:
-            return self._cache.recall(nodes, k)
-        candidates = self._source.expand(state, missing, self._k)
-        self._cache.keep(missing, candidates)
-        if len(missing) == len(nodes) and candidates.tokens.shape[1] <= k:
-            return candidates
+        if missing.items:
+            computed = self._extended(state, missing)
+            self._cache.keep(computed, self._source.expand(state, computed, self._k))
         return self._cache.recall(nodes, k)
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
@@ -488,9 +414,7 @@ def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
     is_leaf = ~tree.expanded
     is_leaf[tree.parents[1:]] = False
     leaves = slots[is_leaf.take(slots)]
-    leaves = leaves[top_stable(tree.scores.take(leaves), num)]
-    leaves.sort()
-    return leaves
+    return np.sort(leaves[top_set(tree.scores.take(leaves), num)])
 
 
 def _extend(
@@ -504,27 +428,14 @@ def _extend(
     nodes = as_nodes(tails)
     with state.drafting():
         candidates = cheap.expand(state, nodes, 1)
-    return [
-        (request, _append_guesses(request.tree, slots, candidates, rows))
-        for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True)
-    ]
-
-
-def _append_guesses(
-    tree: TokenTree, slots: IntArray, candidates: Candidates, rows: slice
-) -> IntArray:
-    """Returns int64[<= W]: slots of the new nodes below those ``slots`` that have a candidate."""
-    proposed = np.flatnonzero(candidates.counts[rows])
-    if not len(proposed):
-        return NO_SLOTS
-    parents = slots[proposed]
-    lines = proposed + rows.start
-    if candidates.probs is not None:
-        for node_id, line in zip(tree.ids[parents].tolist(), lines.tolist(), strict=True):
-            tree.draft_probs[node_id] = candidates.probs[line]
-    return tree.append(
-        parents,
-        candidates.tokens[lines, 0],
-        candidates.logprobs[lines, 0],
-        np.full(len(parents), CHEAP_ORIGIN),
-    )
+    extended = []
+    for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True):
+        found = rows.start + np.flatnonzero(candidates.counts[rows])
+        new = request.tree.append(
+            slots[found - rows.start],
+            candidates.tokens[found, 0],
+            candidates.logprobs[found, 0],
+            np.full(len(found), CHEAP_ORIGIN),
+        )
+        extended.append((request, new))
+    return extended

@@ -1,10 +1,9 @@
 """Pairs of Hugging Face models: everything but where the weights come from."""
 
-# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
+# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
+# mypy: disable-error-code="override"
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace

@@ -1,8 +1,7 @@
-# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
+# Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
+# mypy: disable-error-code="override"
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property
@@ -112,8 +111,13 @@ class PretrainedPair(HuggingFacePair):
         folders = [info.path for info in self._infos.values()]
         return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
 
+    def _info(self, name: str) -> ModelInfo:
+        if name not in self._infos:
+            super().new_model(name)  # raises
+        return self._infos[name]
+
     def new_model(self, name: str) -> PreTrainedModel:
-        return self._load(name) if name in self._infos else super().new_model(name)
+        return self._load(name)
 
     def _load(
         self,
@@ -123,7 +127,7 @@ class PretrainedPair(HuggingFacePair):
     ) -> PreTrainedModel:
         bits = self.options.bits_of(name)
         loaded = load_model(
-            self._infos[name],
+            self._info(name),
             dtype=self.dtype,
             device=self.device,
             layers=layers,
@@ -134,9 +138,7 @@ class PretrainedPair(HuggingFacePair):
         return self.quantised(loaded, name) if bits else loaded
 
     def vocabulary(self, name: str) -> Vocabulary:
-        if name not in self._infos:
-            return super().vocabulary(name)  # raises
-        info = self._infos[name]
+        info = self._info(name)
         ends = end_tokens(info)
         return Vocabulary(
             load_tokenizer(info.path),
@@ -158,9 +160,7 @@ class PretrainedPair(HuggingFacePair):
     def share(
         self, name: str, group: Collective, layers: tuple[int, int] | None = None
     ) -> PreTrainedModel:
-        if name not in self._infos:
-            return super().new_model(name)  # raises
-        return self._load(name, layers or (0, self._infos[name].num_layers), group)
+        return self._load(name, layers or (0, self._info(name).num_layers), group)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -194,42 +194,33 @@ def read_record(path: str | Path) -> Record:
 
 def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
     """Yields what is wrong; a test may raise unless those before it yielded nothing."""
-    for key in _WHOLE:
-        if arrays[key].dtype.kind not in "iu":
-            yield f"it has no {key} of numbers"
-        if arrays[key].ndim != 1:
-            yield f"its {key} is no list"
-    (ids, num_prompt, num_output, ranks), logprobs = (arrays[k] for k in _WHOLE), arrays["logprobs"]
+    whole, logprobs = [arrays[key] for key in _WHOLE], arrays["logprobs"]
+    if not all(array.ndim == 1 and array.dtype.kind in "iu" for array in whole):
+        yield f"its {', '.join(_WHOLE)} are no lists of whole numbers"
+    if logprobs.ndim != 2 or logprobs.dtype.kind != "f":
+        yield "its log probabilities are no table of floating-point numbers"
     weights = head.get("weight_bytes")
-    if logprobs.dtype.kind != "f":
-        yield "its log probabilities are no floating-point numbers"
-    if type(head.get("vocab_size")) is not int:
-        yield "its head has no number vocab_size"
+    if type(head.get("vocab_size")) is not int or not isinstance(head.get("about"), dict):
+        yield "its head has no number vocab_size, or no section about"
     if not (isinstance(weights, list) and [type(w) for w in weights] == [int, int]):
         yield "its head has no two numbers weight_bytes"
-    if not isinstance(head.get("about"), dict):
-        yield "its head has no section about"
+    ids, num_prompt, num_output, ranks = whole
     if not 0 < len({*ids.tolist()}) == len(ids) == len(num_prompt) == len(num_output):
         yield "it has no requests, an id twice, or request arrays of different lengths"
-    if (num_prompt < 1).any() or (num_output < 1).any():
-        yield "a request has no prompt or no output"
-    if (
-        logprobs.ndim != 2
-        or not logprobs.size
-        or not len(ranks) == len(logprobs) == num_output.sum()
-    ):
+    if min(num_prompt.min(), num_output.min()) < 1 or num_prompt.max() >= _MOST:
+        yield "a request has no prompt or no output, or more than 2**31 tokens"
+    if not logprobs.size or not len(ranks) == len(logprobs) == num_output.sum():
         yield "its positions differ in number"
-    if (ranks < 0).any() or num_prompt.max() >= _MOST:
-        yield "a rank is negative, or a length above 2**31"
-    if not (logprobs <= 0).all() or (logprobs[:, 1:] > logprobs[:, :-1]).any():
-        yield "log probabilities are above 0, no numbers, or not in descending order"
+    if ranks.min() < 0 or not (logprobs <= 0).all() or (logprobs[:, 1:] > logprobs[:, :-1]).any():
+        yield "a rank is negative, or log probabilities are above 0 or not in descending order"
 
 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
     """Reads an acceptance trace: JSON lines, plain or gzipped.
 
-    A line has ``id`` (else the line's number), the prompt's length as ``num_prompt`` or as the list
-    ``prompt_token_ids``, and ``acc_len``, or an object with ``acc_len`` under the name ``method``.
+    A line has ``id``, a number (else the line's number), the prompt's length as ``num_prompt`` or
+    as the list ``prompt_token_ids``, and ``acc_len``, or an object with ``acc_len`` under the name
+    ``method``.
     Entry i of ``acc_len`` is the number of tokens that a pass emits after i generated ones: the
     accepted ones and one of the target. If the line also has ``generated_token_ids``, the shorter
     of the two lists counts.
@@ -288,12 +279,6 @@ def _trace(
     if not isinstance(generated, list):
         raise UserError(f"{where} has generated_token_ids that are no list; leave them out")
     text = str(entry.get("id", number))
-    if text.isdecimal() and len(text) > _MAX_DIGITS:
-        raise UserError(
-            f"{where}: the id has {len(text)} digits; give a number of at most {_MAX_DIGITS}"
-        )
-    return (
-        int(text) if text.isdecimal() else number,
-        num_prompt,
-        np.array(lengths[: len(generated)], np.int64),
-    )
+    usable = text.isdecimal() and len(text) <= _MAX_DIGITS
+    emitted = np.array(lengths[: len(generated)], np.int64)
+    return int(text) if usable else number, num_prompt, emitted

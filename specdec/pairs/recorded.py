@@ -32,7 +32,6 @@ from specdec.types import Answers, Batch, BoolArray, FloatArray, HiddenName, Int
 DRAFT_MODEL = "specdec.sources.DraftModelSource"
 SYNTHETIC = "specdec.sources.SyntheticSource"
 
-_TABLE = 512  # positions tabulated at a time
 END = 0  # last token of every hidden sequence; it occurs nowhere else
 _MIN_VOCAB = 4096  # so that all candidates of a node differ
 _TOKEN, _POSITION, _NODE, _NODE_POSITION = range(4)  # streams of the keyed hash
@@ -149,7 +148,6 @@ build_synthetic = with_flat_options(SyntheticModels, "law")
 class SyntheticAnswerer(Answerer):
     def __init__(self, hidden: HiddenPair) -> None:
         self._hidden = hidden
-        self._tokens: dict[int, IntArray] = {}  # request id -> hidden tokens by position
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Answers with the given token after every row's position, also off the target's path,
@@ -159,21 +157,10 @@ class SyntheticAnswerer(Answerer):
             Answers(
                 request=rows.request,
                 node_ids=rows.node_ids,
-                tokens=self._at(rows.request, rows.positions + 1),
+                tokens=self._hidden.tokens(rows.request, rows.positions + 1),
             )
             for rows in batch.trees
         )
-
-    def _at(self, request_id: int, positions: IntArray) -> IntArray:
-        last = int(positions.max(initial=0))
-        known = self._tokens.get(request_id)
-        if known is None or last >= len(known):
-            known = self._hidden.tokens(request_id, np.arange(last + _TABLE))
-            self._tokens[request_id] = known
-        return known.take(positions)
-
-    def close(self, request_id: int) -> None:
-        self._tokens.pop(request_id, None)
 
 
 class RecordedSequences(HiddenPair):

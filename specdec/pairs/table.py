@@ -151,23 +151,33 @@ class TableHeads:
         return self._laws[number][rows]
 
 
-class TableBlock:
+class _Drafter:
+    weight_bytes = 0
+    target_ids: torch.Tensor | None = None
+
+    def __init__(self, table: torch.Tensor, layer: int) -> None:
+        self.vocab_size, self.names = table.shape[1], (HiddenName(layer),)
+        self._table = table
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+class TableBlock(_Drafter):
     """Stand-in for ``BlockRunner`` with four drafts: powers of a table, from the anchor's token.
 
     Their logits also depend on the last state of the context, and a DSpark drafter's on the token
     before.
     """
 
-    weight_bytes = 0
     trained = True
     has_confidence = False
-    target_ids: torch.Tensor | None = None
     num_drafts = 4
 
     def __init__(self, table: torch.Tensor, layer: int, kind: str) -> None:
-        self.names, self.vocab_size = (HiddenName(layer),), table.shape[1]
+        super().__init__(table, layer)
         self.conditional = kind == "dspark"
-        self._heads, self._table = TableHeads(table, self.num_drafts - 1, layer), table
+        self._heads = TableHeads(table, self.num_drafts - 1, layer)
 
     def new_context(self) -> Context:
         return Context([])
@@ -187,28 +197,14 @@ class TableBlock:
         bias = self._table[before % len(self._table)] / 2
         return rows + bias if self.conditional else rows
 
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
 
-
-class TableEagle:
+class TableEagle(_Drafter):
     """Stand-in for ``EagleRunner`` whose states are tokens; its logits depend on them, so that a
     wrong state shows.
     """
 
-    weight_bytes = 0
-    target_ids: torch.Tensor | None = None
-
-    def __init__(self, table: torch.Tensor, layer: int) -> None:
-        self.vocab_size, self.names = table.shape[1], (HiddenName(layer),)
-        self._table = table
-        self._cache = TableRunner(table, "eagle")
-
     def new_cache(self, capacity: int) -> TreeCache:
-        return self._cache.new_cache(capacity)
-
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
+        return TableRunner(self._table, "eagle").new_cache(capacity)
 
     def forward(
         self,

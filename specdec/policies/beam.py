@@ -5,13 +5,7 @@ from pydantic import Field
 
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Count, DraftCount, expects, validated
-from specdec.policies.tree_growth import (
-    as_nodes,
-    best_of_level,
-    best_unsubmitted,
-    expand,
-    ready_requests,
-)
+from specdec.policies.tree_growth import as_nodes, best_unsubmitted, expand_beams, ready_requests
 from specdec.state import DecodeState
 from specdec.types import Nodes
 
@@ -45,8 +39,6 @@ class BestOfBeam(TreePolicy):
 
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         requests = ready_requests(state, serial=True)
-        for level in range(self.depth + 1):
-            beams = [(r, best_of_level(r, level, self.width)) for r in requests]
-            open_ = [(r, slots[~r.tree.expanded[slots]]) for r, slots in beams]
-            expand(state, source, open_, self.children)
+        spans = [(request, 0, self.depth + 1) for request in requests]
+        expand_beams(state, source, spans, self.width, self.children)
         return as_nodes((r, best_unsubmitted(r.tree, self.nodes)) for r in requests)

@@ -116,19 +116,15 @@ class BestFirst(TreePolicy):
             growing = requests
             rounds = itertools.count() if self._complete else range(self.d or 0)
             for _ in rounds:
-                growing = self._grow(state, source, growing, unanswered, paying=True)
-                if not growing:
+                if not (growing := self._grow(state, source, growing, unanswered, paying=True)):
                     break
-                self.expansions["between"] += 1
         short = requests
         while short := [r for r in short if _num_available(r.tree) < self.bs]:
             short = self._grow(state, source, short, unanswered)
-            self.expansions["between"] += bool(short)
         late = requests if self.asynchronous and self.min_mass else []
         for _ in range(self.bs - 1):  # deeper nodes could not be submitted
             if not (late := self._grow(state, source, late, unanswered, paying=True)):
                 break
-            self.expansions["between"] += 1
         return as_nodes((r, best_unsubmitted(r.tree, self.bs, self._min_score)) for r in requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
@@ -138,8 +134,7 @@ class BestFirst(TreePolicy):
         unanswered: dict[int, IntArray] = {}
         rounds = 0
         while growing and (rounds < self.d if self.d is not None else not events.ready()):
-            growing = self._grow(state, source, growing, unanswered)
-            self.expansions["beside"] += bool(growing)
+            growing = self._grow(state, source, growing, unanswered, when="beside")
             rounds += 1
         return False
 
@@ -151,6 +146,7 @@ class BestFirst(TreePolicy):
         unanswered: dict[int, IntArray],
         *,
         paying: bool = False,
+        when: Literal["between", "beside"] = "between",
     ) -> list[RequestState]:
         """Expands the ``w`` most probable leaves of each request, or only those that ``_pays``, in
         one call of the source.
@@ -167,11 +163,13 @@ class BestFirst(TreePolicy):
                 leaves.append((request, slots))
         if not leaves:
             return []
-        all_counts = expand(state, source, leaves, self._children)
-        for (request, slots), counts in zip(leaves, all_counts, strict=True):
-            if not counts.all():
+        self.expansions[when] += 1
+        expand(state, source, leaves, self._children)
+        for request, slots in leaves:
+            silent = slots[~request.tree.expanded.take(slots)]
+            if len(silent):
                 excluded = unanswered.get(request.id, NO_SLOTS)
-                unanswered[request.id] = np.concatenate([excluded, slots[counts == 0]])
+                unanswered[request.id] = np.concatenate([excluded, silent])
         return [request for request, _ in leaves]
 
     def _pays(self, request: RequestState, leaves: IntArray) -> bool:

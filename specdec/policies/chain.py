@@ -8,6 +8,7 @@ from specdec.policies.tree_growth import (
     expand,
     last_position,
     ready_requests,
+    take_first,
     unsubmitted,
 )
 from specdec.state import DecodeState, RequestState
@@ -53,15 +54,9 @@ def grow_chains(
         room = last_position(request) - request.prefix_len
         growing.append((request, min(gamma, room) + 1 - len(path), np.array(path[-1:])))
     while growing := [entry for entry in growing if entry[1] > 0]:
-        tips = [(r, tail[~r.tree.expanded[tail]]) for r, _, tail in growing]
-        expand(state, source, tips, children)
-        longer = []
-        for request, num_missing, tail in growing:
-            untaken = np.flatnonzero(request.tree.candidate_logprobs[tail[0]] > -np.inf)
-            if len(untaken):
-                tail = request.tree.take(tail, untaken[:1])
-                longer.append((request, num_missing - 1, tail))
-        growing = longer
+        expand(state, source, [(request, tail) for request, _, tail in growing], children)
+        longer = [(r, missing - 1, take_first(r.tree, tail, 1)) for r, missing, tail in growing]
+        growing = [entry for entry in longer if len(entry[2])]
 
 
 def first_path(tree: TokenTree) -> list[int]:

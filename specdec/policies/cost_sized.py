@@ -1,7 +1,6 @@
 """Trees that are as large as pays, by what rows and draft passes cost and have gained so far."""
 
-from __future__ import annotations
-
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -11,40 +10,17 @@ from pydantic import Field
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Count, validated
 from specdec.policies.best_first import BestFirst, mass
-from specdec.policies.fading_mean import FadingMean
+from specdec.policies.fading_mean import FadingLine, FadingMean
 from specdec.policies.tree_growth import as_nodes, best_unsubmitted, ready_requests
 from specdec.state import DecodeState, RequestState
-from specdec.types import FloatArray, IntArray, Nodes
+from specdec.types import IntArray, Nodes
 
 _FADE = 0.9  # factor by which each round lowers the weight of a request's older ones
 _FADE_ALL = 0.98  # likewise for the means over all requests
 _PRIOR = 4.0  # weight of other requests, in rounds
 _TRUST = 1.0  # weight of the draft's own probabilities in the means over all requests
-_OUTLIER = 3.0  # a pass's time counts as at most this multiple of the expected one
 _RETRY = 32  # rounds without drafts after which one is drafted again
 _SMALL = (1, 4)  # draft passes and nodes
-
-
-@dataclass(slots=True)
-class _Line:
-    """A least-squares line of times over numbers of rows, with fading weights."""
-
-    sums: FloatArray = field(default_factory=lambda: np.zeros(5))  # of 1, x, y, x x, x y
-
-    def add(self, x: float, y: float) -> None:
-        if self.sums[0] > 2:
-            y = min(y, _OUTLIER * max(self.at(x), 1e-9))
-        self.sums = _FADE_ALL * self.sums + np.array([1.0, x, y, x * x, x * y])
-
-    @property
-    def slope(self) -> float:
-        n, x, y, xx, xy = self.sums
-        spread = n * xx - x * x
-        return max(0.0, float((n * xy - x * y) / spread)) if spread > 1e-6 * n * n else 0.0
-
-    def at(self, x: float) -> float:
-        n, mean_x, mean_y = self.sums[:3]
-        return float((mean_y + self.slope * (n * x - mean_x)) / n)
 
 
 @dataclass(slots=True)
@@ -96,17 +72,18 @@ class CostSized(BestFirst):
         super().__init__(bs=bs, w=w, d=d, children=children)
         # Cheap ones, so that a first trial is not what the policy is judged by.
         self._first = [_SMALL, (2, 6), (0, 1), (3, 8)]
-        self._records: dict[int, _Record] = {}
+        self._records = defaultdict[int, _Record](
+            lambda: _Record(FadingMean(_FADE), [FadingMean(_FADE) for _ in range(d)])
+        )
         self._nodes = FadingMean(_FADE_ALL)
         self._leaves = [FadingMean(_FADE_ALL) for _ in range(d)]
-        self._pass, self._draft = _Line(), _Line()  # seconds over rows, and over expansions
+        self._pass, self._draft = (
+            FadingLine(_FADE_ALL),
+            FadingLine(_FADE_ALL),
+        )  # seconds over rows, and over expansions
         self._rate = FadingMean(_FADE_ALL)  # tokens per second
         self._added = FadingMean(_FADE_ALL)  # rows per expansion
         self._given = True
-
-    def open(self, request: RequestState) -> None:
-        shares = [FadingMean(_FADE) for _ in self._leaves]
-        self._records[request.id] = _Record(FadingMean(_FADE), shares)
 
     def close(self, request_id: int) -> None:
         self._records.pop(request_id, None)
@@ -123,7 +100,6 @@ class CostSized(BestFirst):
         while passes < depth and growing:
             growing = self._grow(state, source, growing, unanswered, paying=True)
             passes += bool(growing)
-        self.expansions["between"] += passes
         drafted = state.clock.now()
         chosen = [(r, best_unsubmitted(r.tree, size, self._least_score(r))) for r in requests]
         rows = sum(len(slots) for _, slots in chosen)

@@ -1,4 +1,10 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.types import FloatArray
+
+_OUTLIER = 3.0
 
 
 @dataclass(slots=True)
@@ -26,3 +32,29 @@ class FadingMean:
     def with_prior(self, prior: float, weight: float) -> float:
         """Returns the mean together with ``prior``, to which it returns when nothing is added."""
         return (self.total + weight * prior) / (self.weight + weight)
+
+
+@dataclass(slots=True)
+class FadingLine:
+    """A least-squares line of times over numbers of rows, in which older ones count less, and each
+    counts as at most three times the expected one.
+    """
+
+    fade: float
+    sums: FloatArray = field(default_factory=lambda: np.zeros(5))  # of 1, x, y, x x, x y
+
+    def add(self, x: float, y: float) -> None:
+        if self.sums[0] > 2:
+            y = min(y, _OUTLIER * max(self.at(x), 1e-9))
+        self.sums = self.fade * self.sums + np.array([1.0, x, y, x * x, x * y])
+
+    @property
+    def slope(self) -> float:
+        """At least 0; 0 if all ``x`` were alike."""
+        n, x, y, xx, xy = self.sums
+        spread = n * xx - x * x
+        return max(0.0, float((n * xy - x * y) / spread)) if spread > 1e-6 * n * n else 0.0
+
+    def at(self, x: float) -> float:
+        n, mean_x, mean_y = self.sums[:3]
+        return float((mean_y + self.slope * (n * x - mean_x)) / n)

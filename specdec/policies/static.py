@@ -16,6 +16,7 @@ from specdec.policies.tree_growth import (
     expand,
     last_position,
     live_requests,
+    most_probable,
     ready_requests,
     unsubmitted,
 )
@@ -95,12 +96,13 @@ class Static(TreePolicy):
             return False
         levels = [(r, *self._next_ahead(r)) for r in live if r.awaiting]
         # Level -1: the nodes of the submitted tree, whose candidates are next roots.
-        fresh = [(r, _expandable(r, slots)) for r, _, slots in levels]
-        expand(state, source, fresh, max(self.branching) + self.guesses)
+        room = [(r, s[r.tree.positions[s] < last_position(r)]) for r, _, s in levels]
+        expand(state, source, room, max(self.branching) + self.guesses)
         for request, level, slots in levels:
             if level < 0:
-                parents, columns, _ = request.tree.best_candidates(self.guesses)
-                children = request.tree.take(parents, columns)
+                tree = request.tree
+                no_nodes = np.full(len(tree), -np.inf)
+                children = most_probable(tree, no_nodes, tree.scores, self.guesses)
             else:
                 children = _next_level(request.tree, slots, self.branching[level])
             self._ahead[request.id] = (level + 1, request.tree.ids[children])
@@ -144,8 +146,7 @@ class Static(TreePolicy):
                 break
             if stop():
                 return
-            fresh = [(r, level[~r.tree.expanded[level]]) for r, level in growing]
-            expand(state, source, fresh, children + spare)
+            expand(state, source, growing, children + spare)
             growing = [(r, _next_level(r.tree, level, children)) for r, level in growing]
         self._complete.update(request.id for request in requests)
 
@@ -171,12 +172,6 @@ class Static(TreePolicy):
         clock.drafted.add(began_s=began, seconds=seconds, target_done_s=now)
         clock.wait_until(began + seconds)
         self._submitted_s.update((request.id, clock.now()) for request in requests)
-
-
-def _expandable(request: RequestState, slots: IntArray) -> IntArray:
-    """Returns int64[<= W]: the unexpanded nodes of ``slots`` that can have children."""
-    tree = request.tree
-    return slots[~tree.expanded[slots] & (tree.positions[slots] < last_position(request))]
 
 
 def _next_level(tree: TokenTree, level: IntArray, children: int) -> IntArray:

@@ -61,46 +61,45 @@ def unsubmitted(requests: Iterable[RequestState]) -> Nodes:
 def expand(
     state: DecodeState,
     source: TokenSource,
-    selected: Sequence[tuple[RequestState, IntArray]],
+    selected: Iterable[tuple[RequestState, IntArray]],
     k: int,
-) -> list[IntArray]:
-    """Makes one growth round for pairs (request, int64[W_r] slots of unexpanded nodes), each
-    request once; returns int64[W_r] per pair: the number of candidates of each node.
+) -> None:
+    """Makes one growth round for the unexpanded nodes of pairs (request, int64[W_r] slots), each
+    request once.
     """
-    nodes = as_nodes(selected)
+    fresh = [(r, slots[~r.tree.expanded.take(slots)]) for r, slots in selected]
+    nodes = as_nodes(fresh)
     if not nodes.items:
-        return [NO_SLOTS for _ in selected]
+        return
     with state.drafting():
         candidates = source.expand(state, nodes, k)
     assert len(candidates.counts) == len(nodes), "a source returns one row per node"
-    counts, start = [], 0
-    for request, slots in selected:
-        rows = slice(start, start + len(slots))
-        start = rows.stop
-        counts.append(candidates.counts[rows])
-        if len(slots):
-            request.tree.set_candidates(slots, candidates, rows)
-            request.tree.drop_known_children(slots)
-    return counts
+    waiting = [(request.tree, slots) for request, slots in fresh if len(slots)]
+    for (tree, slots), (_, _, rows) in zip(waiting, nodes.packed(), strict=True):
+        tree.set_candidates(slots, candidates, rows)
+        tree.drop_known_children(slots)
 
 
-def bottom_level(tree: TokenTree) -> IntArray:
-    """Returns int64[W], the slots of the deepest nodes."""
-    positions = tree.positions
-    return (positions == positions.max()).nonzero()[0]
+def expand_beams(
+    state: DecodeState,
+    source: TokenSource,
+    spans: Sequence[tuple[RequestState, int, int]],
+    width: int,
+    k: int,
+) -> None:
+    """Expands the ``width`` best nodes of each level for (request, first level, level after the
+    last one), one level of all requests per growth round.
+    """
+    for step in range(max((stop - first for _, first, stop in spans), default=0)):
+        growing = [(r, first + step) for r, first, stop in spans if first + step < stop]
+        expand(state, source, [(r, best_of_level(r, at, width)) for r, at in growing], k)
 
 
 def growable_level(request: RequestState) -> IntArray:
     """Returns int64[W], the slots of the deepest nodes; none if no child could be emitted."""
-    bottom = bottom_level(request.tree)
-    room = int(request.tree.positions[bottom[0]]) < last_position(request)
-    return bottom if room else NO_SLOTS
-
-
-def open_bottom(request: RequestState) -> IntArray:
-    """Returns int64[W], the unexpanded nodes of ``growable_level``."""
-    bottom = growable_level(request)
-    return bottom[~request.tree.expanded[bottom]]
+    positions = request.tree.positions
+    deepest = positions.max()
+    return np.flatnonzero(positions == deepest) if deepest < last_position(request) else NO_SLOTS
 
 
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
@@ -118,6 +117,13 @@ def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -
         return NO_SLOTS
     rows, columns = np.divmod(best, logprobs.shape[1])
     return tree.take(parents.take(rows), columns)
+
+
+def take_first(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
+    """Turns the first ``num`` untaken candidates of each node into nodes; returns their slots."""
+    untaken = tree.candidate_logprobs[slots] > -np.inf
+    rows, columns = np.nonzero(untaken & (untaken.cumsum(axis=1) <= num))
+    return tree.take(slots[rows], columns) if len(rows) else NO_SLOTS
 
 
 def most_probable(
@@ -257,7 +263,7 @@ class FixedWidth(TreePolicy):
         if self.depth is not None:
             growing = requests
             while growing := [r for r in growing if int(r.tree.depths.max()) < self.depth]:
-                expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
+                expand(state, source, [(r, growable_level(r)) for r in growing], self.children)
                 growing = [r for r in growing if len(self._append_level(r))]
             return unsubmitted(requests)
         growing = requests
@@ -265,7 +271,7 @@ class FixedWidth(TreePolicy):
             if not self.value_dependent:
                 growing = live_requests(state)
             submitted = [r for r in growing if r.tree.submitted_at[0] >= 0]
-            expand(state, source, [(r, open_bottom(r)) for r in submitted], self.children)
+            expand(state, source, [(r, growable_level(r)) for r in submitted], self.children)
         for request in growing:
             if request.tree.submitted_at[0] >= 0 or len(request.tree) > 1:
                 self._append_level(request)
@@ -285,7 +291,7 @@ class FixedWidth(TreePolicy):
                     for request in growing
                     if _submitting(request, state.step) and len(self._append_level(request))
                 ]
-            expand(state, source, [(r, open_bottom(r)) for r in growing], self.children)
+            expand(state, source, [(r, growable_level(r)) for r in growing], self.children)
         return False
 
     def _append_level(self, request: RequestState) -> IntArray:

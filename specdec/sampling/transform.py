@@ -8,7 +8,7 @@ most probable tokens of its distribution, or tokens sampled from it by keyed dra
 every node with its own history: the committed tokens, then the path from the root to it.
 
 Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates, S
-stored entries of a row, T tokens of a history, B banned pairs.
+stored entries of a row, T tokens of a history, B banned tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +19,7 @@ from typing import Annotated, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
@@ -26,8 +27,6 @@ from specdec.device import Probs, SupportProbs, concatenate, on_host, to_host
 from specdec.parts.fields import Limit, PositiveShare, expects, validated
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.types import Candidates, Commit, FloatArray, IntArray, NodeMap, TreeRows
-
-_PAD = -1  # precedes histories that are shorter than the longest; no token has this id
 
 
 class LogitsProcessor(Protocol):
@@ -38,29 +37,15 @@ class LogitsProcessor(Protocol):
     ) -> torch.FloatTensor: ...
 
 
-def repeated_ngrams(histories: Sequence[IntArray], size: int) -> tuple[IntArray, IntArray]:
-    """Finds the tokens that would complete an n-gram that the history already contains, as
-    transformers' ``NoRepeatNGramLogitsProcessor``.
-
-    Returns (rows, tokens), int64[B] each: ``tokens[b]`` is banned for ``histories[rows[b]]``; pairs
-    may repeat.
+def repeated_ngrams(history: IntArray, size: int) -> IntArray:
+    """Returns the tokens, int64[B], that would complete an n-gram that the history, int64[T],
+    already contains, as transformers' ``NoRepeatNGramLogitsProcessor``; tokens may repeat.
     """
-    lengths = [len(history) for history in histories]
-    longest = max(lengths, default=0)
-    if longest < size:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    stacked = np.full((len(histories), longest), _PAD, np.int64)  # [A, T], aligned at the end
-    for row, history in zip(stacked, histories, strict=True):
-        row[longest - len(history) :] = history
-    starts = longest - size + 1
-    # A history shorter than n - 1 matches nothing: its last n - 1 entries include padding, and no
-    # token follows an occurrence of them.
-    match = stacked[:, size - 1 :] != _PAD
-    for offset in range(size - 1):
-        last = stacked[:, longest - size + 1 + offset, None]  # of the history's last n - 1 tokens
-        match &= stacked[:, offset : offset + starts] == last
-    rows, columns = np.nonzero(match)
-    return rows, stacked[rows, columns + size - 1]
+    if len(history) < size:
+        return history[:0]
+    ngrams = sliding_window_view(history, size)
+    last = history[len(history) - size + 1 :]
+    return ngrams[(ngrams[:, :-1] == last).all(axis=1), -1]
 
 
 def apply_processors(
@@ -102,7 +87,7 @@ class HistoryTracker:
             return None
         links = zip(rows.tokens.tolist(), rows.parent_ids.tolist(), strict=True)
         self._nodes.update(rows.request, rows.node_ids, links)
-        return self.histories(rows.request, rows.node_ids)
+        return [self._history(rows.request, node_id) for node_id in rows.node_ids.tolist()]
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Moves retired nodes into the histories; a second commit of a step changes nothing."""
@@ -116,11 +101,8 @@ class HistoryTracker:
         self._committed.pop(request_id, None)
         self._nodes.close(request_id)
 
-    def histories(self, request_id: int, node_ids: IntArray) -> list[IntArray]:
-        """Returns the committed tokens and the path to each node, as A arrays int64[T_i]."""
-        return [self._history(request_id, node_id) for node_id in node_ids.tolist()]
-
     def _history(self, request_id: int, node_id: int) -> IntArray:
+        """Returns int64[T]: the committed tokens and the path to the node."""
         nodes, path = self._nodes[request_id], list[int]()
         token, parent = nodes[node_id]
         while parent in nodes:  # the root's parent was retired
@@ -129,16 +111,10 @@ class HistoryTracker:
         return np.append(self._committed[request_id], np.array(path[::-1], np.int64))
 
 
-def top_stable(values: FloatArray, num: int) -> IntArray:
-    """Returns the indices of the ``num`` largest values, largest first, ties by index on every
-    machine and in every subset (unlike ``argpartition``).
-    """
-    chosen = top_set(values, num)
-    return chosen[(-values.take(chosen)).argsort(kind="stable")]
-
-
 def top_set(values: FloatArray, num: int) -> IntArray:
-    """Returns the same indices as ``top_stable`` in increasing order, which is faster."""
+    """Returns the indices of the ``num`` largest values in increasing order; of equal values the
+    first on every machine and in every subset (unlike ``argpartition``).
+    """
     if num >= len(values):
         return np.arange(len(values))
     if num <= 0:
@@ -313,10 +289,10 @@ class SamplingTransform:
             return logits
         assert histories is not None, "these sampling parameters need histories"
         if params.no_repeat_ngram:
-            rows, tokens = repeated_ngrams(histories, params.no_repeat_ngram)
-            inside = tokens < logits.shape[1]
             logits = logits.clone()
-            logits[rows[inside], tokens[inside]] = -torch.inf
+            for row, history in zip(logits, histories, strict=True):
+                banned = repeated_ngrams(history, params.no_repeat_ngram)
+                row[torch.from_numpy(banned[banned < len(row)])] = -torch.inf
         if params.processors:
             logits = apply_processors(params.processors, logits, histories)
         return logits

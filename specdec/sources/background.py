@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +9,8 @@ from specdec.clocks import Clock, ClockKind, MeasuredClock, Work
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.metrics.speedup import SpeedupLaw
 from specdec.sources.combined import WrappedSource
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, Nodes, Output, Ticket
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class Background(WrappedSource):

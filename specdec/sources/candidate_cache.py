@@ -1,23 +1,13 @@
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
-from specdec.device import Probs, on_host
-from specdec.types import Candidates, FloatArray, IntArray, NodeMap, Nodes
+from specdec.device import concatenate
+from specdec.types import Candidates, NodeMap, Nodes
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    tokens: IntArray
-    logprobs: FloatArray
-    count: int
-    probs: Probs | None
-
-
-class CandidateCache(NodeMap[_Row]):
-    """Stores candidates by node, for sources that may expand a node more than once."""
+class CandidateCache(NodeMap[Candidates]):
+    """Stores candidates, one row per node, for sources that may expand a node more than once."""
 
     def missing(self, nodes: Nodes) -> Nodes:
         return nodes.where(np.array([row is None for row in self.get(nodes)], np.bool_))
@@ -28,10 +18,7 @@ class CandidateCache(NodeMap[_Row]):
         for request_id, ids, rows in nodes.packed():
             for row, node_id in enumerate(ids.tolist(), rows.start):
                 if counts[row] and request_id in self:
-                    probs = None if candidates.probs is None else candidates.probs[row]
-                    self[request_id][node_id] = _Row(
-                        candidates.tokens[row], candidates.logprobs[row], counts[row], probs
-                    )
+                    self[request_id][node_id] = candidates.take(np.array([row]))
 
     def recall(self, nodes: Nodes, k: int) -> Candidates:
         """Returns up to ``k`` stored candidates per node; count 0 for nodes without a row."""
@@ -39,18 +26,12 @@ class CandidateCache(NodeMap[_Row]):
         stored = [row for row in rows if row is not None]
         if not stored:
             return Candidates.empty(len(nodes))
-        width = min(k, max(len(row.tokens) for row in stored))
-        known = np.array([row is not None for row in rows], np.bool_)
+        width = min(k, max(row.tokens.shape[1] for row in stored))
+        probs = [row.probs for row in stored if row.probs is not None]
         found = Candidates.empty(len(stored), width)
         for at, row in enumerate(stored):
-            num = min(width, row.count)
-            found.tokens[at, :num] = row.tokens[:num]
-            found.logprobs[at, :num] = row.logprobs[:num]
-            found.counts[at] = num
-        probs = [on_host(row.probs) for row in stored if row.probs is not None]
-        return Candidates(
-            tokens=found.tokens,
-            logprobs=found.logprobs,
-            counts=found.counts,
-            probs=np.stack(probs) if probs else None,
-        ).spread(known)
+            num = found.counts[at] = min(width, int(row.counts[0]))
+            found.tokens[at, :num] = row.tokens[0, :num]
+            found.logprobs[at, :num] = row.logprobs[0, :num]
+        found = replace(found, probs=concatenate(probs) if probs else None)
+        return found.spread(np.array([row is not None for row in rows], np.bool_))

@@ -1,15 +1,10 @@
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from specdec.interfaces import TokenSource
-from specdec.metrics.counters import SourceCounters
+from specdec.metrics.counters import SourceCounters, total
 from specdec.parts.fields import validated
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 
 class WrappedSource(TokenSource):
@@ -53,20 +48,16 @@ class CombinedSource(TokenSource):
         self.vocab_size = sizes.pop() if sizes else None
         self.needs = joined_needs(source.needs for source in sources)
         self._sources = tuple(sources)
-        self._sum = SourceCounters()
 
     @property
     def counters(self) -> SourceCounters:
-        total = self._sum
-        total.passes = total.rows = total.catch_up_rows = 0
-        total.by_level.clear()
-        for part in (source.counters for source in self._sources):
-            total.passes += part.passes
-            total.rows += part.rows
-            total.catch_up_rows += part.catch_up_rows
-            for name, passes in part.by_level.items():
-                total.by_level[name] = total.by_level.get(name, 0) + passes
-        return total
+        parts = [source.counters for source in self._sources]
+        return SourceCounters(
+            passes=sum(part.passes for part in parts),
+            rows=sum(part.rows for part in parts),
+            catch_up_rows=sum(part.catch_up_rows for part in parts),
+            by_level=total([part.by_level for part in parts]),
+        )
 
     def open(self, request: RequestState) -> None:
         for source in self._sources:

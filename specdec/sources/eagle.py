@@ -14,24 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.attention.tree_attention import Rows, TreeCache
+from specdec.clocks.meter import Meter
 from specdec.device import to_host
+from specdec.executors.models import ModelPair
 from specdec.models.eagle_runner import METER_NAME, EagleRunner, rewritten
 from specdec.parts.fields import Count, validated
 from specdec.sources.model_source import CachedModelSource
-from specdec.state import RequestState, tree_rows
+from specdec.state import DecodeState, RequestState, tree_rows
 from specdec.types import BoolArray, Commit, HiddenName, IntArray, Needs, NodeMap, Output
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState
 
 _VERSIONS: dict[str, Literal[1, 3, "mtp"]] = {"eagle": 1, "eagle3": 3, "mtp": "mtp"}
 _DROPPED = 32  # positions freed at a time, because freeing copies every stream
@@ -51,8 +48,7 @@ class EagleSource(CachedModelSource):
             MTP layer inside the target.
         early: read hidden states as soon as their layer has computed them, instead of with the
             answers.
-        sample: sample candidates and return their distribution, for rejection verifiers.
-        prefill_chunk: maximum number of prompt rows per request and pass.
+        sample, prefill_chunk: see ``CachedModelSource``.
 
     Raises:
         UserError: the pair has no hidden states, or no head that fits its target.
@@ -144,21 +140,14 @@ class EagleSource(CachedModelSource):
                 draft.true_nodes.clear()
             current.add_prefix(draft)
             current.add_corrections(draft)
-        in_order = not current.num_logits and all(
-            np.array_equal(request.tree.ids[pending[request.id]], ids) for request, ids in selected
-        )
         while True:
             for draft in drafts:
                 slots = pending[draft.request.id]
                 pending[draft.request.id] = current.add_nodes(draft, slots)
-            remaining = any(map(len, pending.values()))
-            in_order = in_order and not remaining
             if current.num_rows:
-                logits = current.run(keep=not in_order)
+                current.run()
                 self._charge(state, current.num_rows, current.num_rows - current.num_nodes)
-                if in_order:
-                    return logits
-            if not remaining:
+            if not any(map(len, pending.values())):
                 break
             current = HeadPass(self._runner)
         wanted = [(self._logits[request.id], ids.tolist()) for request, ids in selected]
@@ -176,7 +165,7 @@ class EagleSource(CachedModelSource):
                     current.add_prefix(draft, limit=self._chunk)
             if not current.num_rows:
                 return
-            current.run(keep=False)
+            current.run()
             self._charge(state, current.num_rows, current.num_rows)
 
 
@@ -297,10 +286,6 @@ class HeadPass:
         self._logits_rows: list[IntArray] = [_NONE]
         self._logits_of: list[tuple[HeadState, int]] = []
 
-    @property
-    def num_logits(self) -> int:
-        return len(self._logits_of)
-
     def add_prefix(self, draft: HeadState, limit: int | None = None) -> None:
         """Adds up to ``limit`` committed tokens that have no entry, or one without the feature."""
         request, cache, start = draft.request, draft.cache, draft.true_len
@@ -349,7 +334,7 @@ class HeadPass:
                 visible=visible,
             )
             wants = [node] if node in draft.logits else []
-            self._append(rows, nodes=(draft, [node], np.ones(1, np.bool_)), wants=wants)
+            self._append(rows, (draft, [node], np.ones(1, np.bool_)), wants)
             self._add_features(feature, np.array([-1]))
 
     def add_nodes(self, draft: HeadState, pending: IntArray) -> IntArray:
@@ -374,7 +359,7 @@ class HeadPass:
         rows = replace(rows.take(np.array(now)), prefix_len=rows.prefix_len - 1)
         ids = rows.node_ids.tolist()
         is_true = np.array([row in features for row in now])
-        self._append(cache.rows(tree=rows), nodes=(draft, ids, is_true), wants=ids)
+        self._append(cache.rows(tree=rows), (draft, ids, is_true), ids)
         if features:
             at = np.flatnonzero(is_true) - len(ids)
             self._add_features(torch.cat([features[r] for r in now if r in features]), at)
@@ -384,11 +369,8 @@ class HeadPass:
         self.num_nodes += len(ids)
         return np.delete(pending, now)
 
-    def run(self, *, keep: bool) -> Tensor:
-        """Returns logits [.., U] of all nodes of the pass, in the order in which they were added.
-
-        If ``keep`` is true, the logits are also stored in the nodes' ``HeadState``.
-        """
+    def run(self) -> None:
+        """Computes the rows, and stores states and logits in the nodes' ``HeadState``."""
         out = self._runner.forward(
             self._rows,
             features=_joined(self._features),
@@ -399,17 +381,14 @@ class HeadPass:
         for draft, ids, is_true, start in self._nodes:
             draft.states.update(zip(ids, out.states[start : start + len(ids)], strict=True))
             draft.true_nodes.update(node for node, t in zip(ids, is_true, strict=True) if t)
-        for row, (draft, node) in enumerate(self._logits_of):
-            if keep or node in draft.logits:
-                draft.logits[node] = out.logits[row]
-        return out.logits
+        for (draft, node), logits in zip(self._logits_of, out.logits, strict=True):
+            draft.logits[node] = logits
 
     def _append(
         self,
         rows: Rows,
-        *,
         nodes: tuple[HeadState, list[int], BoolArray] | None = None,
-        wants: list[int] | None = None,
+        wants: Sequence[int] = (),
     ) -> None:
         """Appends rows of one request to the pass.
 
@@ -421,9 +400,9 @@ class HeadPass:
         self._rows.append(rows)
         if nodes is not None:
             self._nodes.append((*nodes, start))
-            if wants:
-                self._logits_rows.append(np.arange(start, self.num_rows))
-                self._logits_of += [(nodes[0], node) for node in wants]
+            self._logits_of += [(nodes[0], node) for node in wants]
+        if wants:
+            self._logits_rows.append(np.arange(start, self.num_rows))
 
     def _add_features(self, features: Tensor, from_end: IntArray) -> None:
         """Sets the features [F, S] of rows, counted from the end of the rows added so far."""

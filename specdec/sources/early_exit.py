@@ -6,28 +6,24 @@ layers before the exit. Costs are counted in layers; heads, transfers and the co
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from specdec.executors.early_exit import FirstStage
+from specdec.executors.models import ModelPair
 from specdec.metrics.speedup import SpeedupLaw
 from specdec.models.exits import HeadWeights
 from specdec.models.loading import DTYPES
 from specdec.parts.fields import Count, validated
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.model_source import ModelSource
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, Needs, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.executors.early_exit import FirstStage
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState, RequestState
 
 
 class ExitSource(ModelSource):
@@ -39,23 +35,25 @@ class ExitSource(ModelSource):
     4.2).
 
     Args:
-        layers: number of layers before each exit, increasing; the first is the pair's own.
         make_first_stage: builds the target's first layers with heads after the given layers, shared
             with the executor; None if the executor returns the exits (a pipeline).
         candidates: maximum number of tokens per node and exit that a pipeline returns.
         sample: sample candidates and return their distribution, for rejection verifiers.
+
+    Attributes:
+        layers: number of layers before each exit, increasing; the first is the pair's own.
     """
 
+    @validated
     def __init__(
         self,
         *,
         pair: ModelPair,
-        layers: Sequence[int],
-        make_first_stage: Callable[[Sequence[int]], FirstStage] | None,
-        candidates: int,
-        sample: bool,
+        make_first_stage: Callable[[Sequence[int]], FirstStage] | None = None,
+        candidates: Count = 16,
+        sample: bool = False,
     ) -> None:
-        self.layers = tuple(layers)
+        self.layers = self._exit_layers(pair)
         self._first_stage = None if make_first_stage is None else make_first_stage(self.layers)
         needs = Needs(real_nodes=True)
         if self._first_stage is None:
@@ -65,6 +63,9 @@ class ExitSource(ModelSource):
             self.counters = self._first_stage.counters
         self._pair = pair
         self._books = [CandidateCache() for _ in self.layers]
+
+    def _exit_layers(self, pair: ModelPair) -> tuple[int, ...]:
+        return (pair.exit_layer,)
 
     @cached_property
     def pass_bytes(self) -> int:
@@ -108,23 +109,6 @@ class EarlyExitSource(ExitSource):
 
     The arguments are those of ``ExitSource``.
     """
-
-    @validated
-    def __init__(
-        self,
-        *,
-        pair: ModelPair,
-        make_first_stage: Callable[[Sequence[int]], FirstStage] | None = None,
-        candidates: Count = 16,
-        sample: bool = False,
-    ) -> None:
-        super().__init__(
-            pair=pair,
-            layers=(pair.exit_layer,),
-            make_first_stage=make_first_stage,
-            candidates=candidates,
-            sample=sample,
-        )
 
     def speedup_law(self, policy: Any, latency: int) -> SpeedupLaw | None:
         """``latency`` is the number of steps from submission to answer."""

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from specdec.clocks import ClockKind
 from specdec.interfaces import Events, Executor, TokenSource
+from specdec.state import DecodeState
 from specdec.types import Event, EventKind, Nodes, Ticket
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 _LOOK_EVERY_S = 1e-3  # polling interval if a part cannot wake the loop
 _CHECK_EVERY_S = 0.1  # polling interval otherwise, in case a part has failed
@@ -38,31 +34,28 @@ class LoopEvents(Events):
 
     def next_draft(self) -> Event:
         assert self.running, "no draft pass runs"
-        clock = self._state.clock
         while (event := self._ended_pass()) is None:
-            first = min(ticket.due_s or 0.0 for ticket in self.running)
-            if first > clock.now():
-                clock.wait_until(first)
-            else:
-                self._wait()
+            self._wait_until([ticket.due_s for ticket in self.running])
         return event
 
     def next(self) -> Event:
         """Waits for the next event, and applies it to the trees and to the source."""
-        clock = self._state.clock
         while (event := self._happened()) is None:
             if not self.running and not self._executor.can_poll:
                 return Event(EventKind.TARGET)  # ``collect`` waits for it, and detects failures
-            due = [ticket.due_s for ticket in self.running]
-            times = [at for at in (*due, self._executor.due_s()) if at is not None]
-            first = min(times, default=0.0)
-            if first > clock.now():
-                clock.wait_until(first)
-            elif clock.kind is ClockKind.SIMULATED:
-                raise RuntimeError(f"nothing happened at {first} s, when a part is due")
-            else:  # the earliest result is late
-                self._wait()
+            self._wait_until([*(ticket.due_s for ticket in self.running), self._executor.due_s()])
         return event
+
+    def _wait_until(self, due: Sequence[float | None]) -> None:
+        """Waits for the first of the times; on a measured clock, or if it has come, for a part."""
+        clock = self._state.clock
+        first = min((at for at in due if at is not None), default=0.0)
+        if first > clock.now():
+            clock.wait_until(first)
+        elif clock.kind is ClockKind.SIMULATED:
+            raise RuntimeError(f"nothing happened at {first} s, when a part is due")
+        else:  # the earliest result is late
+            self._wait()
 
     def _ended_pass(self) -> Event | None:
         """Returns the event of a draft pass that has ended by now, after storing its candidates."""

@@ -1,7 +1,5 @@
 """Keyed hashes of integers, used as random values without generator state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from specdec.executors.models import ModelPair
 from specdec.interfaces import TokenSource
 from specdec.sources.sampled import sampled_candidates
+from specdec.state import DecodeState
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.executors.models import ModelPair
-    from specdec.state import DecodeState
 
 _MAX_DISCOUNTED = 5  # Katz 1987: counts above 5 are taken as reliable
 _COUNTED: WeakKeyDictionary[Any, KatzModel] = WeakKeyDictionary()

@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -12,10 +10,8 @@ from specdec.interfaces import TokenSource
 from specdec.parts.fields import PositiveShare, validated
 from specdec.sources.combined import CombinedSource, WrappedSource
 from specdec.sources.sampled import sampled_candidates
+from specdec.state import DecodeState
 from specdec.types import Candidates, FloatArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 class MixtureSource(CombinedSource):
@@ -74,12 +70,9 @@ class MixtureSource(CombinedSource):
         proposals: list[Candidates] = []
         remaining = np.ones(len(nodes), np.bool_)
         for source in self._sources:
-            if remaining.all():
-                candidates = source.expand(state, nodes, k)
-            elif remaining.any():
+            candidates = Candidates.empty(len(nodes))
+            if remaining.any():
                 candidates = source.expand(state, nodes.where(remaining), k).spread(remaining)
-            else:
-                candidates = Candidates.empty(len(nodes))
             best = candidates.logprobs[:, 0]
             remaining &= ~((candidates.counts > 0) & (best >= self._confident_logprob))
             proposals.append(candidates)
@@ -128,44 +121,20 @@ def _sampled(
 
 def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
     """Returns the ``k`` most probable candidates per node, adding probabilities of equal tokens."""
-    widths = [int(c.counts.max(initial=0)) for c in proposals]
-    proposing = [i for i, width in enumerate(widths) if width]
-    if len(proposing) == 1:
-        return _single(proposals[proposing[0]], proposing[0], k)
-    if not proposing:
-        return Candidates.empty(len(weights))
-    tokens = np.concatenate([proposals[i].tokens[:, : widths[i]] for i in proposing], axis=1)
-    parts = []
-    for i in proposing:
-        candidates, width = proposals[i], widths[i]
-        valid = np.arange(width) < candidates.counts[:, None]
-        logprobs = np.where(valid, candidates.logprobs[:, :width], -np.inf)
-        parts.append(weights[:, i, None] * np.exp(logprobs))
-    shares = np.concatenate(parts, axis=1)  # [W, sum of the widths], as ``tokens``
-    source_of = np.repeat(proposing, [widths[i] for i in proposing])
-    # The sort makes equal tokens adjacent, the largest share of each first.
-    order = np.lexsort((-shares, tokens), axis=1)
-    tokens = np.take_along_axis(tokens, order, axis=1)
-    shares = np.take_along_axis(shares, order, axis=1)
-    first = np.ones(tokens.shape, np.bool_)
-    first[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
-    total = np.add.reduceat(shares.ravel(), np.flatnonzero(first))
-    sums = np.zeros(tokens.shape)
-    sums[first] = total
-    best = np.lexsort((tokens, -sums), axis=1)[:, :k]
-    scores = np.take_along_axis(sums, best, axis=1)
-    with np.errstate(divide="ignore"):
-        logprobs = np.minimum(np.log(scores), 0.0)
-    return Candidates(
-        tokens=np.take_along_axis(tokens, best, axis=1),
-        logprobs=logprobs,
-        counts=(scores > 0.0).sum(axis=1),
-        origins=np.take_along_axis(source_of[order], best, axis=1),
-    )
-
-
-def _single(candidates: Candidates, origin: int, k: int) -> Candidates:
-    tokens, logprobs = candidates.tokens[:, :k], candidates.logprobs[:, :k]
-    counts = np.minimum(candidates.counts, tokens.shape[1])
-    origins = np.full(tokens.shape, origin)
-    return Candidates(tokens=tokens, logprobs=logprobs, counts=counts, origins=origins)
+    merged = Candidates.empty(len(weights), k)
+    origins = np.zeros(merged.tokens.shape, np.int64)
+    for row, row_weights in enumerate(weights):
+        scores: dict[int, float] = {}
+        largest: dict[int, tuple[float, int]] = {}  # token -> its largest share, minus the source
+        for number in np.flatnonzero(row_weights).tolist():
+            candidates, num = proposals[number], int(proposals[number].counts[row])
+            shares = candidates.logprobs[row, :num] + np.log(row_weights[number])
+            for token, share in zip(candidates.tokens[row, :num].tolist(), shares, strict=True):
+                scores[token] = np.logaddexp(scores.get(token, -np.inf), share)
+                largest[token] = max(largest.get(token, (-np.inf, 0)), (share, -number))
+        best = sorted(scores, key=lambda token: (-scores[token], token))[:k]
+        merged.tokens[row, : len(best)] = best
+        merged.logprobs[row, : len(best)] = [min(scores[token], 0.0) for token in best]
+        merged.counts[row] = len(best)
+        origins[row, : len(best)] = [-largest[token][1] for token in best]
+    return replace(merged, origins=origins)

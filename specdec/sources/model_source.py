@@ -10,11 +10,9 @@ Shape letters: W nodes, C entries that a pass computes, U draft vocabulary, V vo
 target, S tokens of positive probability, K candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform, counts_of, top_candidates
 from specdec.sources.sampled import sampled_candidates
-from specdec.state import RequestState, tree_rows
+from specdec.state import DecodeState, RequestState, tree_rows
 from specdec.types import (
     BoolArray,
     Candidates,
@@ -43,9 +41,6 @@ from specdec.types import (
     Output,
     TreeRows,
 )
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 Histories = Sequence[IntArray] | None
 """Tokens up to and including each of W nodes; None if the sampling transform needs none."""
@@ -67,7 +62,6 @@ class ModelSource(TokenSource):
     ) -> None:
         self.needs, self.vocab_size, self.gives_probs = needs, vocab_size, sample
         self.counters = SourceCounters(by_level={} if label is None else {label: 0})
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
         self._token_ids: IntArray | None = None
         """int64[U]: the target's ids of the columns of ``_proposed_logits``; None: the same."""
 
@@ -77,7 +71,7 @@ class ModelSource(TokenSource):
             k = min(k, len(self._token_ids))
         transforms = [self._transform(state.requests[i].sampling) for i, _ in nodes.items]
         transform = transforms[0]
-        if any(other is not transform for other in transforms):
+        if any(other.params != transform.params for other in transforms):
             parts = [
                 self._candidates(state, Nodes(((request_id, ids),)), logits[rows], k)
                 for request_id, ids, rows in nodes.packed()
@@ -88,6 +82,28 @@ class ModelSource(TokenSource):
             requests = [(state.requests[i], ids) for i, ids in nodes.items]
             histories = [r.path_tokens(s) for r, ids in requests for s in r.tree.slots(ids)]
         return self._propose(state, nodes, logits, transform, histories, k)
+
+    def _shared_candidates(
+        self,
+        state: DecodeState,
+        nodes: Nodes,
+        keys: Sequence[IntArray],
+        logits_of: Callable[[IntArray], Tensor],
+        k: int,
+    ) -> Candidates:
+        """Returns candidates of W nodes, computed once for all nodes of a request with the same
+        ``keys``, int64[W] each. ``logits_of`` returns the logits [.., U] of packed rows.
+        """
+        if any(state.requests[i].sampling.needs_history for i, _ in nodes.items):
+            keys = [np.arange(len(nodes))]
+        owners = np.repeat(np.arange(len(nodes.items)), [len(ids) for _, ids in nodes.items])
+        _, first, same = np.unique(
+            np.stack([owners, *keys]), axis=1, return_index=True, return_inverse=True
+        )
+        packed = first.argsort()
+        chosen = np.isin(np.arange(len(nodes)), first)
+        found = self._candidates(state, nodes.where(chosen), logits_of(first[packed]), k)
+        return found.take(packed.argsort()[same.ravel()])
 
     def _propose(
         self,
@@ -107,10 +123,7 @@ class ModelSource(TokenSource):
         return replace(top, tokens=self._token_ids[top.tokens])
 
     def _transform(self, sampling: SamplingParams) -> SamplingTransform:
-        """Returns one object per set of parameters, so that equal ones are found by identity."""
-        if sampling not in self._transforms:
-            self._transforms[sampling] = SamplingTransform(sampling)
-        return self._transforms[sampling]
+        return SamplingTransform(sampling)
 
     def _target_logits(self, logits: Tensor) -> Tensor:
         """Maps logits [W, U] to [W, V]; -inf for tokens that the model cannot propose."""
@@ -159,6 +172,7 @@ class CachedModelSource(ModelSource):
 
     Args:
         runner: has ``new_cache``, ``forward`` and ``max_positions``.
+        sample: see ``ModelSource``.
         prefill_chunk: maximum number of prompt rows per request and pass.
         work: the kind of pass by which a latency profile prices it.
     """
@@ -428,13 +442,11 @@ class DraftModelSource(CachedModelSource):
     Args:
         runner: runs all layers of the model; or a function from name to runner.
         model: the model's name, by which a latency profile prices its passes.
-        sample: sample candidates without replacement from the draft's distribution after the
-            target's sampling transform, and return that distribution (for rejection verifiers).
+        sample, prefill_chunk: see ``CachedModelSource``.
         guess_draw: rank candidates by the draw with which the target will select its token (Staged
             Speculative Decoding, future work 1). Lossless under ``match``.
         guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
             (``near_draw``); None: ``DrawGuesser``.
-        prefill_chunk: maximum number of prompt rows per request and pass.
     """
 
     @validated

@@ -1,17 +1,11 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Share, validated
 from specdec.sources.hashing import hash_u64, hash_uniform
 from specdec.sources.sampled import sampled_candidates
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, FloatArray, IntArray, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 _SCORES, _SILENT = 0, 3  # streams of the hash
 

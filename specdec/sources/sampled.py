@@ -1,15 +1,9 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specdec.device import Probs
 from specdec.sampling.transform import drawn, sibling_draws
+from specdec.state import DecodeState
 from specdec.types import Candidates, Nodes
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState
 
 
 def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:
@@ -20,9 +14,9 @@ def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -
     and differs from the draws of acceptance tests.
     """
     k = min(k, probs.shape[1])
-    uniforms = np.empty((len(probs), k))
-    for request_id, ids, rows in nodes.packed():
+    uniforms = []
+    for request_id, ids in nodes.items:
         tree = state.requests[request_id].tree
         positions = tree.positions[tree.slots(ids)]
-        uniforms[rows] = sibling_draws(state.draws, request_id, positions, k)
-    return drawn(probs, k, uniforms)
+        uniforms.append(sibling_draws(state.draws, request_id, positions, k))
+    return drawn(probs, k, np.concatenate(uniforms))

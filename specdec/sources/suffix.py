@@ -4,11 +4,9 @@ A cache is saved as an archive of arrays: ``tokens`` (all sequences, oldest firs
 ``num_prompt``. Shape letters: W nodes, T tokens of a text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +14,9 @@ from specdec.errors import UserError
 from specdec.files import ArchiveFormat
 from specdec.interfaces import TokenSource
 from specdec.parts.fields import Count, Positive, Text, validated
+from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates, Commit, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 FORMAT = ArchiveFormat(
     name="specdec-suffix-cache",
@@ -281,12 +277,12 @@ class SuffixCache:
     """The latest finished requests, at most ``max_tokens`` tokens of them.
 
     The automaton has at most twice as many tokens, including removed ones. Rebuilding it replaces
-    the object. ``version`` changes whenever the automaton does.
+    the object.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.automaton = SuffixAutomaton()
-        self.num_tokens = self.version = 0
+        self.num_tokens = 0
         self._max_tokens = max_tokens
         self.texts: list[CachedText] = []
 
@@ -317,22 +313,18 @@ class SuffixCache:
             self.automaton.append(token)
         self.texts.append(text)
         self.num_tokens += len(text.tokens)
-        self.version += 1
 
     def _remove(self, text: CachedText) -> None:
         self.automaton.remove(text.tokens.tolist())
         self.num_tokens -= len(text.tokens)
-        self.version += 1
 
     def save(self, path: str | Path, *, vocab_size: int) -> Path:
+        tokens = np.concatenate([np.zeros(0, np.int64), *(text.tokens for text in self.texts)])
         arrays = {
-            "tokens": np.concatenate(
-                [np.zeros(0, np.int64), *(text.tokens for text in self.texts)]
-            ),
+            "tokens": tokens.astype(np.int32),
             "lengths": np.array([len(text.tokens) for text in self.texts], np.int64),
             "num_prompt": np.array([text.num_prompt for text in self.texts], np.int64),
         }
-        arrays["tokens"] = arrays["tokens"].astype(np.int32)
         return FORMAT.write(Path(path).expanduser(), {"vocab_size": vocab_size}, arrays)
 
 
@@ -466,14 +458,12 @@ class SuffixSource(PromptLookupSource):
         save: Text | None = None,
     ) -> None:
         super().__init__(min_match=min_match, max_match=max_match)
-        self.vocab_size = vocab_size
+        self.vocab_size: int = vocab_size
         self.cache = SuffixCache(max_tokens)
-        self._vocab_size = vocab_size
         self._factor, self._max_depth = factor, max_depth
         self._repeats, self._save = repeats, save
         self._confidence = Confidence()  # of the cache, over all requests
         self._cached: dict[int, tuple[RequestState, TreeMatches]] = {}
-        self._versions: dict[int, int] = {}  # of the cache at the last search
         for text in [] if path is None else read_texts(path, vocab_size=vocab_size):
             self.cache.add(text)
 
@@ -483,10 +473,11 @@ class SuffixSource(PromptLookupSource):
         super().open(request)
         matches = self._matches(self.cache.automaton, self._confidence)
         self._cached[request.id] = request, matches
+        self._search_again()
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
         for commit in self._new(commits):
-            matches = self._current(commit.request)
+            matches = self._cached[commit.request][1]
             for token in commit.new_tokens:
                 matches.observe(token)
                 matches.follow([token])
@@ -497,29 +488,24 @@ class SuffixSource(PromptLookupSource):
         if request_id not in self._cached:
             return
         request, own = self._cached.pop(request_id)[0], self._own[request_id]
-        self._versions.pop(request_id, None)
         super().close(request_id)
         self.cache.add(CachedText(request.tokens[: own.automaton.size].copy(), request.num_prompt))
+        self._search_again()
         if self._save is not None and not self._own:
-            self.cache.save(self._save, vocab_size=self._vocab_size)
+            self.cache.save(self._save, vocab_size=self.vocab_size)
 
     def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
         """Returns the texts whose root match is long enough for children of a node at ``depth``."""
-        texts = (self._own[request_id], self._current(request_id))
-        lengths = [max(1, int(self._factor * text.root[1])) for text in texts]
         return [
             text
-            for text, length in zip(texts, lengths, strict=True)
-            if depth < min(self._max_depth, length)
+            for text in (self._own[request_id], self._cached[request_id][1])
+            if depth < min(self._max_depth, max(1, int(self._factor * text.root[1])))
         ]
 
-    def _current(self, request_id: int) -> TreeMatches:
-        """Returns the request's matches in the cache, searched again if the cache has changed."""
-        request, matches = self._cached[request_id]
-        if self._versions.get(request_id) != self.cache.version:
-            self._versions[request_id] = self.cache.version
+    def _search_again(self) -> None:
+        """Finds the open requests' matches in the cache, which has changed."""
+        for request_id, (request, matches) in self._cached.items():
             matches.automaton = self.cache.automaton
             matches.at_root((0, 0))
             size = self._own[request_id].automaton.size
             matches.follow(request.tokens[max(0, size - self._max) : size].tolist())
-        return matches

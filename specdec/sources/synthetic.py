@@ -10,11 +10,9 @@ Shape letters: W nodes, K candidates, G groups of prompts, C classes of position
 nodes, V vocabulary, n positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -25,10 +23,8 @@ from specdec.interfaces import TokenSource
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count, Index, Share, validated
 from specdec.sources.hashing import as_uniform, hash_u64, hash_uniform
+from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Nodes, Output
-
-if TYPE_CHECKING:
-    from specdec.state import DecodeState, RequestState
 
 MAX_RANK = 64
 """Larger ranks are misses."""
@@ -147,7 +143,6 @@ class SyntheticPair(HiddenPair):
             self.class_logprobs: FloatArray = np.log(self.class_probs)
         self._rank_edges = np.cumsum(by_depth, axis=2)  # [D, C, 64]
         self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
-        self._groups: dict[int, int] = {}  # request id -> its group
 
     def _checked_weights(self) -> Sequence[Sequence[float]]:
         """Returns the weights of each group."""
@@ -187,9 +182,6 @@ class SyntheticPair(HiddenPair):
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
         group = self._group(request_id)
-        if not self._stay.any():
-            drawn = hash_uniform(self.seed, _CLASS, request_id, positions)
-            return _drawn(self._weights[group], drawn)
         every = np.arange(int(positions.max(initial=0)) + 1)
         drawn = hash_uniform(self.seed, _CLASS, request_id, every)
         anew = _drawn(self._weights[group], drawn).tolist()
@@ -217,11 +209,8 @@ class SyntheticPair(HiddenPair):
         return (first % np.uint64(self.vocab_size)).astype(np.int64), classes
 
     def _group(self, request_id: int) -> int:
-        group = self._groups.get(request_id)
-        if group is None:
-            drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
-            group = self._groups[request_id] = int(_drawn(self._group_shares, drawn)[0])
-        return group
+        drawn = hash_uniform(self.seed, _GROUP, np.array([request_id]))
+        return int(_drawn(self._group_shares, drawn)[0])
 
 
 def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
@@ -243,16 +232,20 @@ class _RequestTables:
         self.on_path = {request.tree.root_id}
         self.cached_len = 0
         self.expanded: set[int] = set()
+        self.tokens: IntArray = np.zeros(0, np.int64)
         self._pair = pair
-        self._extend(request.num_prompt + request.stop.max_new_tokens + _TABLE)
+        self.reserve(request.num_prompt + request.stop.max_new_tokens)
 
-    def _extend(self, size: int) -> None:
-        positions = np.arange(size)
-        self.tokens = self._pair.tokens(self.request.id, positions)
-        self.classes = self._pair.classes(self.request.id, positions)
-        depths = range(self._pair.num_depths)
-        self._ranks = [self._pair.ranks(self.request.id, positions, depth) for depth in depths]
-        self._reach = self._pair.reach(self.request.id, positions)
+    def reserve(self, last: int) -> None:
+        """Tabulates the positions up to the one after ``last``, if they are not yet."""
+        if last + 1 < len(self.tokens):
+            return
+        pair, positions = self._pair, np.arange(last + _TABLE)
+        self.tokens = pair.tokens(self.request.id, positions)
+        self.classes = pair.classes(self.request.id, positions)
+        depths = range(pair.num_depths)
+        self._ranks = [pair.ranks(self.request.id, positions, depth) for depth in depths]
+        self._reach = pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
         """Returns the number of candidates before the true token, after the true node."""
@@ -260,10 +253,6 @@ class _RequestTables:
         if self._reach is None:
             return int(self._ranks[min(position - root, len(self._ranks) - 1)][position])
         return 0 if position - root < self._reach[root] else MAX_RANK
-
-    def reserve(self, last: int) -> None:
-        if last + 1 >= len(self.tokens):
-            self._extend(last + _TABLE)
 
     def is_on_path(self, slot: int) -> bool:
         """Returns whether the node at ``slot`` is on the target's own path."""

@@ -1,23 +1,19 @@
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from specdec.clocks.meter import Meter
+from specdec.executors.models import ModelPair
 from specdec.models.vocabulary import Tail, TranslatedDraft, Translation
 from specdec.parts.fields import Count, validated
 from specdec.sources.model_source import CachedModelSource, PassWork
+from specdec.state import RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, BoolArray, Commit, IntArray, Needs, Output, TreeRows
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
-    from specdec.executors.models import ModelPair
-    from specdec.state import RequestState
 
 
 class TranslatedSource(CachedModelSource):
@@ -31,8 +27,7 @@ class TranslatedSource(CachedModelSource):
     Args:
         pair: the model pair, with the draft of ``model.translated``.
         meter: counts the passes as "translated".
-        sample: sample candidates and return their distribution, for rejection verifiers.
-        prefill_chunk: maximum number of prompt rows per request and pass.
+        sample, prefill_chunk: see ``CachedModelSource``.
 
     Raises:
         UserError: the pair has no such draft, a tokenizer is missing, or the vocabularies have no

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from specdec.device import Probs
-from specdec.sampling.transform import top_stable
 from specdec.types import (
     NO_NODE,
     Answers,
@@ -298,16 +297,6 @@ class TokenTree:
                 level = level[~has(self.ids[level])]
                 inside[level] = True
         return inside.nonzero()[0]
-
-    def best_candidates(self, num: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """Returns slots, columns and scores of the ``num`` best candidates, best first, ties in
-        slot order.
-        """
-        flat = (self.candidate_logprobs + self.scores[:, None]).ravel()
-        best = top_stable(flat, num)
-        best = best[flat[best] > -np.inf]
-        slots, columns = np.divmod(best, max(self._candidates.shape[1], 1))
-        return slots, columns, flat[best]
 
     # Rerooting.
 

@@ -1,4 +1,4 @@
-"""Shape letters: V vocabulary, S support of the target distribution, C children."""
+"""Shape letters: V vocabulary, C children."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,9 +10,8 @@ from specdec.interfaces import Verifier
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import inverse_cdf
 from specdec.state import DecodeState, RequestState
-from specdec.tree import TokenTree
-from specdec.types import NO_NODE, FloatArray, IntArray, Lossless, Needs, Verdict
-from specdec.verifiers.walk import Choice, follow, target_probs
+from specdec.types import NO_NODE, FloatArray, Lossless, Needs, Verdict
+from specdec.verifiers.walk import Choice, follow
 
 
 class RejectionVerifier(Verifier):
@@ -48,38 +47,33 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     own_token = int(tree.answers[slot])
     if not len(children):
         return Choice(NO_NODE, own_token, 0)  # the bonus token: the target's own draw
-    tokens = _in_sampling_order(tree, slot, children)
-    position = tree.positions[slot, None] + 1
-    tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
-    node_id, first = int(tree.ids[slot]), int(tokens[0])
-    drafted = tree.draft_probs[node_id]
-    greedy = request.sampling.greedy
-    probability = first == own_token if greedy else _prob_of(tree.target_probs[node_id], first)
-    if tests[0] * _prob_of(drafted, first) < probability:
-        return Choice(int(children[0]), first, 0)  # without the rest of the rows
-    draft = on_host(drafted)
-    if greedy:
-        support, target = np.array([own_token]), np.ones(1)
-    else:
-        support, target = _support(tree, slot)
-    for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
-        if judged:
-            draft = _without(draft, int(tokens[judged - 1]))
-        target_prob = target[support == token].sum()  # 0 for a token outside the support
-        if tests[judged] * draft[token] < target_prob:
-            return Choice(child, token, judged)
-        target = _residual(target, _on_support(draft, support))
-    draw = draws.uniform(request.id, position, Purpose.RESIDUAL)
-    token = int(support[inverse_cdf(target[None], draw)[0]])
-    return Choice(NO_NODE, token, len(children))
-
-
-def _in_sampling_order(tree: TokenTree, slot: int, children: IntArray) -> IntArray:
     tokens = tree.tokens[children]
     assert (tokens == tree.candidate_tokens[slot, : len(children)]).all(), (
         "children must be taken in sampling order"
     )
-    return tokens
+    position = tree.positions[slot, None] + 1
+    tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
+    if request.sampling.greedy:
+        for judged in np.flatnonzero(tokens == own_token).tolist():
+            return Choice(int(children[judged]), own_token, judged)
+        return Choice(NO_NODE, own_token, len(children))
+    node_id, first = int(tree.ids[slot]), int(tokens[0])
+    drafted, answered = tree.draft_probs[node_id], tree.target_probs[node_id]
+    probability = _prob_of(answered, first)
+    if tests[0] * _prob_of(drafted, first) < probability:
+        return Choice(int(children[0]), first, 0)  # without the rest of the rows
+    draft, target = on_host(drafted), on_host(answered)
+    size = max(len(draft), len(target))  # vocabularies are padded to different lengths
+    draft, target = (np.pad(row, (0, size - len(row))) for row in (draft, target))
+    for judged, (child, token) in enumerate(zip(children.tolist(), tokens.tolist(), strict=True)):
+        if judged:
+            draft = _without(draft, int(tokens[judged - 1]))
+        target_prob = target[token]
+        if tests[judged] * draft[token] < target_prob:
+            return Choice(child, token, judged)
+        target = _residual(target, draft)
+    draw = draws.uniform(request.id, position, Purpose.RESIDUAL)
+    return Choice(NO_NODE, int(inverse_cdf(target[None], draw)[0]), len(children))
 
 
 def _prob_of(probs: Probs, token: int) -> float:
@@ -92,34 +86,14 @@ def _prob_of(probs: Probs, token: int) -> float:
     return float(row[token]) if token < len(row) else 0.0
 
 
-def _support(tree: TokenTree, slot: int) -> tuple[IntArray, FloatArray]:
-    """Returns the tokens with positive target probability, int64[S], and their probabilities."""
-    probs = tree.target_probs[int(tree.ids[slot])]
-    if isinstance(probs, SupportProbs):
-        return probs.support
-    dense = target_probs(tree, slot)
-    support = np.flatnonzero(dense)
-    return support, dense[support]
-
-
 def _without(draft: FloatArray, token: int) -> FloatArray:
     draft = draft.copy()
     draft[token] = 0.0
     return draft / draft.sum()
 
 
-def _on_support(draft: FloatArray, support: IntArray) -> FloatArray:
-    """Returns float64[S], ``draft``, float64[V], on the support; 0 beyond its vocabulary."""
-    if support[-1] < len(draft):
-        return draft[support]
-    inside = support < len(draft)
-    probs = np.zeros(len(support))
-    probs[inside] = draft[support[inside]]
-    return probs
-
-
 def _residual(target: FloatArray, draft: FloatArray) -> FloatArray:
-    """Returns norm(max(0, target - draft)), float64[S] (Leviathan et al. 2023, Alg. 1)."""
+    """Returns norm(max(0, target - draft)), float64[V] (Leviathan et al. 2023, Alg. 1)."""
     rest = np.maximum(target - draft, 0.0)
     mass = rest.sum()
     # Mass 0: target and draft are equal up to rounding, so a rejection has probability ~1e-16.

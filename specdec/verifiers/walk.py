@@ -52,17 +52,18 @@ def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
 
 
 def accept_child(
-    tree: TokenTree, choose: Callable[[int, IntArray], int]
-) -> Callable[[int], Choice]:
-    """Makes a rule that accepts the child that ``choose`` (answered slot, its children int64[C >=
-    1]) returns, or with ``NO_NODE`` the target's token.
+    request: RequestState, choose: Callable[[TokenTree, int, IntArray], int]
+) -> Verdict:
+    """Follows the children that ``choose`` (tree, answered slot, its children int64[C >= 1])
+    returns, or with ``NO_NODE`` the target's tokens.
     """
+    tree = request.tree
 
     def rule(slot: int) -> Choice:
         children = tree.children(slot)
-        child = choose(slot, children) if len(children) else NO_NODE
+        child = choose(tree, slot, children) if len(children) else NO_NODE
         token = int(tree.answers[slot]) if child == NO_NODE else int(tree.tokens[child])
         accepted = child != NO_NODE or bool((tree.tokens[children] == token).any())
         return Choice(child, token, len(children) - accepted)
 
-    return rule
+    return follow(request, rule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.pipelines.batch_curves import (
@@ -15,7 +16,7 @@ from experiments.pipelines.batch_curves import (
 )
 from specdec.cli.compare import compose_curves
 from specdec.metrics import RunTotals, summarise
-from strategies.specpipe_db import _FittedCost
+from strategies.specpipe_db import AdaptiveWidth
 from tests.unit.test_metrics import make_result
 
 WORDS = ["strategies=[ar,specpipe_db]", "executor.stages=8", "clock=simulated", "data.limit=2"]
@@ -75,13 +76,11 @@ def test_ratios_and_crossovers() -> None:
 
 
 def test_step_times_are_fitted_where_there_is_no_profile() -> None:
-    fitted, now = _FittedCost(), 0.0
-    assert len({*fitted.table(9).tolist()}) == 1  # nothing is known: flat
+    policy, sizes = AdaptiveWidth(width=64, children=1), np.array([0, 30])
+    assert len({*policy._step_times(sizes).tolist()}) == 1  # nothing is known: flat
     for nodes in (4, 20, 8, 40, 12):
-        fitted.step(now, nodes)
-        now += 0.01 + 0.001 * nodes
-    fitted.step(now, 1)
-    assert fitted.table(30)[[0, 30]] == pytest.approx([0.01, 0.04])
+        policy._fitted.add(nodes, 0.01 + 0.001 * nodes)
+    assert policy._step_times(sizes) == pytest.approx([0.01, 0.04])
 
 
 def test_percentiles_over_requests_are_of_their_own_means() -> None:

@@ -15,7 +15,6 @@ def settled(truth: FloatArray, *, ahead: int = 1) -> FloatArray:
     """Corrected SHARES after levels in which node i was on the path with probability truth[i]."""
     rng = np.random.default_rng(7)
     calibration = RankCalibration()
-    calibration.open(0)
     num_levels = 0
     for root in range(1, NUM_LEVELS + 1):
         while num_levels < root - 1 + ahead:

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.clocks import CostCurve, LatencyProfile
 from specdec.policies import BestFirst, CostSized, RootOnly
-from specdec.policies.cost_sized import _Line
+from specdec.policies.fading_mean import FadingLine
 
 from . import test_adaptive as bench
 
@@ -68,8 +68,8 @@ def test_where_drafts_are_useless_it_is_plain_decoding():
 def test_given_sizes_stay_within_the_limits(monkeypatch):
     """The first rounds and retries too: caches have room for no more than ``bs`` nodes."""
     policy = CostSized(bs=3, w=1, d=1, children=2)
-    rows, add = [], _Line.add
-    monkeypatch.setattr(_Line, "add", lambda line, x, y: (rows.append(x), add(line, x, y)))
+    rows, add = [], FadingLine.add
+    monkeypatch.setattr(FadingLine, "add", lambda line, x, y: (rows.append(x), add(line, x, y)))
     seconds(policy, bench.HOPELESS, (0.5, 3.0))
     assert max(rows) == 3
 
@@ -96,7 +96,7 @@ def test_the_price_of_a_row_is_found():
 
 
 def test_one_slow_pass_does_not_move_the_line():
-    rng, line = np.random.default_rng(0), _Line()
+    rng, line = np.random.default_rng(0), FadingLine(fade=0.98)
     for number, rows in enumerate(rng.integers(1, 20, 60).tolist()):
         line.add(rows, 10.0 + 0.5 * rows + (1000.0 if number == 30 else 0.0))
     assert line.at(1) == pytest.approx(10.5, rel=0.1)
