@@ -431,8 +431,12 @@ def _extend(
     extended = []
     for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True):
         found = rows.start + np.flatnonzero(candidates.counts[rows])
+        parents = slots[found - rows.start]
+        if candidates.probs is not None:
+            parent_ids = request.tree.ids[parents].tolist()
+            request.tree.draft_probs.update(zip(parent_ids, candidates.probs[found], strict=True))
         new = request.tree.append(
-            slots[found - rows.start],
+            parents,
             candidates.tokens[found, 0],
             candidates.logprobs[found, 0],
             np.full(len(found), CHEAP_ORIGIN),

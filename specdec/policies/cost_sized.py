@@ -77,10 +77,8 @@ class CostSized(BestFirst):
         )
         self._nodes = FadingMean(_FADE_ALL)
         self._leaves = [FadingMean(_FADE_ALL) for _ in range(d)]
-        self._pass, self._draft = (
-            FadingLine(_FADE_ALL),
-            FadingLine(_FADE_ALL),
-        )  # seconds over rows, and over expansions
+        self._pass = FadingLine(_FADE_ALL)  # seconds over rows
+        self._draft = FadingLine(_FADE_ALL)  # seconds over expansions
         self._rate = FadingMean(_FADE_ALL)  # tokens per second
         self._added = FadingMean(_FADE_ALL)  # rows per expansion
         self._given = True
