@@ -1,6 +1,5 @@
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
@@ -103,9 +102,6 @@ class MeasuredClock(WallClock):
     def ends_s(self, rank: int) -> float | None:
         return None
 
-    def on(self, rank: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def now(self) -> float:
         return self._watch.now()
 
@@ -165,7 +161,6 @@ class PacedClock(MeasuredClock):
         self._wait_s = 0.0
         self._not_before = 0.0
         self._plans: defaultdict[int, float] = defaultdict(float)  # other rank -> planned time
-        self._acting = self.rank  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
         super().start(rank)
@@ -178,7 +173,8 @@ class PacedClock(MeasuredClock):
         """
         if num_tokens <= 0:
             return
-        rank = self._acting if rank == self.rank else rank
+        if self._acting is not None and rank == self.rank:
+            rank = self._acting
         cost = self._prices.seconds(kind, num_tokens, rank)
         if rank != self.rank:
             self._plans[rank] = (
@@ -235,15 +231,6 @@ class PacedClock(MeasuredClock):
 
     def ends_s(self, rank: int) -> float | None:
         return self._plans[rank]
-
-    @contextmanager
-    def on(self, rank: int) -> Iterator[None]:
-        self.align(rank, self.rank)
-        self._acting = rank
-        try:
-            yield
-        finally:
-            self._acting = self.rank
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
         self._busy_s += ended - began

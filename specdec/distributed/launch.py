@@ -129,12 +129,12 @@ class Processes:
         per_rank = threads or max(1, (os.cpu_count() or 1) // size)
         limits = {"OMP_NUM_THREADS": str(per_rank), "MKL_NUM_THREADS": str(per_rank)}
         request = {
-            "address": address,
+            "address": address,  # of the store at which all ranks meet
             "port": port,
-            "size": size,
+            "size": size,  # ranks with rank 0
             "threads": per_rank,
-            "logs": str(self._logs),
-            "keep_logs": self._keep_logs,
+            "logs": str(self._logs),  # folder of rank<r>.log
+            "keep_logs": self._keep_logs,  # else the keeper removes the folder at its end
             "environment": {**os.environ, **limits},
             "path": [p for p in sys.path if p],
         }
