@@ -91,8 +91,8 @@ class DistributedExecutor(Executor):
         self.hidden = tuple(n for part in self._side_parts.values() for n in part.hidden)
         self.early_hidden = tuple(n for part in self._side_parts.values() for n in part.early)
         self._on_stage: dict[int, Batch] = {}  # the rows that each computes in this step
-        self._expected: dict[ReplyKey, int] = {}  # replies of this step -> ticks of their sending
-        self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
+        # replies of this step that were not returned yet -> ticks of their sending
+        self._expected: dict[ReplyKey, int] = {}
         self._in_step = self._is_waiting = False
         self._handle = GroupHandle(
             max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, number=group_number
@@ -137,7 +137,6 @@ class DistributedExecutor(Executor):
         if batch.num_tokens:
             self._on_stage[1] = batch
         self._expected = self._expected_replies()
-        self._polled.clear()
         self._is_waiting = False
         if not self._entry.is_empty:
             begin = Message(Kind.BEGIN, self._session, self._tick, self._entry)
@@ -164,15 +163,10 @@ class DistributedExecutor(Executor):
 
     def poll(self) -> Output | None:
         self._group.check()
-        arrived = {
-            key: self._group.reply(key, self._session, tick, self._timeout_s)
-            for key, tick in self._expected.items()
-            if key[0] in _EARLY and key not in self._polled and self._group.has_reply(key)
-        }
-        self._polled |= arrived.keys()
-        if arrived:
+        early = [k for k in self._expected if k[0] in _EARLY and self._group.has_reply(k)]
+        if early:
             self._is_waiting = False
-            return self._read(arrived)
+            return self._read(self._replies(early))
         if not self._has_all():
             self._group.check_progress(self._timeout_s, begins=not self._is_waiting)
             self._is_waiting = True
@@ -182,11 +176,7 @@ class DistributedExecutor(Executor):
         if not self._expected:
             self._group.check()
         with self._meter.waiting():
-            replies = {
-                key: self._group.reply(key, self._session, tick, self._timeout_s)
-                for key, tick in self._expected.items()
-                if key not in self._polled
-            }
+            replies = self._replies([*self._expected])
         if self._times is not None:
             self._times.finish()
         return self._read(replies)
@@ -247,7 +237,13 @@ class DistributedExecutor(Executor):
         return cast("torch.Tensor", rows)
 
     def _has_all(self) -> bool:
-        return all(self._group.has_reply(key) for key in self._expected.keys() - self._polled)
+        return all(map(self._group.has_reply, self._expected))
+
+    def _replies(self, keys: Sequence[ReplyKey]) -> dict[ReplyKey, Any]:
+        return {
+            key: self._group.reply(key, self._session, self._expected.pop(key), self._timeout_s)
+            for key in keys
+        }
 
     def _num_rows(self) -> list[int]:
         stages = range(1, self.in_flight + 1)

@@ -172,9 +172,9 @@ class RankGroup:
         ``begins`` now or not.
         """
         if begins:
-            self._failures.expect_progress()
+            self._failures.last_progress = time.monotonic()
         self.check()
-        if self._failures.silent_s() > timeout_s:
+        if time.monotonic() - self._failures.last_progress > timeout_s:
             raise self.hung(timeout_s) from None
 
     def check(self) -> None:
@@ -297,7 +297,7 @@ class FailureDetector:
         self._processes = processes
         # rank -> (time at which the latest beat was first seen, its number, current operation)
         self._beats: dict[int, tuple[float, int, str]] = {}
-        self._last_progress = time.monotonic()
+        self.last_progress = time.monotonic()
         self._observed = 0.0  # when the store was read
         self._alarm = False
 
@@ -317,12 +317,6 @@ class FailureDetector:
             except RuntimeError:  # the store is gone, and with it the job
                 self._alarm = True
         return self._alarm
-
-    def expect_progress(self) -> None:
-        self._last_progress = max(self._last_progress, time.monotonic())
-
-    def silent_s(self) -> float:
-        return time.monotonic() - self._last_progress
 
     def failure(self, lost: PeerLost | None = None) -> BaseException:
         """Returns the root cause of a failure that has been noticed, after up to a second for
@@ -390,7 +384,7 @@ class FailureDetector:
             if number != last_number:
                 self._beats[rank] = (now, number, operation)
             if operation != last_operation:
-                self._last_progress = now
+                self.last_progress = now
 
 
 def _lost_connection(reports: Mapping[int, Any], lost: PeerLost | None) -> RankFailure:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -253,27 +253,23 @@ class _Posted:
 
     def __init__(self, peer: Peer, tag: int, buffers: Sequence[torch.Tensor]) -> None:
         self._peer, self._tag = peer, tag
-        self._buffers = buffers
-        self._works: list[dist.Work | None] = [None] * len(buffers)
-        self._next = 0
+        self._read = deque(buffers)
+        self._works: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.post()
 
     def post(self) -> None:
         """Posts the buffers that have been read, in the order in which they will be filled."""
-        for i in (self._next, 1 - self._next):
-            if self._works[i] is None:
-                self._works[i] = self._peer.post(self._buffers[i], self._tag)
+        while self._read:
+            buffer = self._read.popleft()
+            self._works.append((self._peer.post(buffer, self._tag), buffer))
 
     def receive(self) -> torch.Tensor:
-        at = self._next
-        if self._works[at] is None:
+        if not self._works:
             self.post()
-        work = self._works[at]
-        assert work is not None, "it was posted"
-        self._peer.wait(work, self._buffers[at])
-        self._works[at] = None
-        self._next = 1 - at
-        return self._buffers[at]
+        work, buffer = self._works.popleft()
+        self._peer.wait(work, buffer)
+        self._read.append(buffer)
+        return buffer
 
 
 class ControlLink:
@@ -402,10 +398,6 @@ class RankCollective(Collective):
         try:
             _wait_for(start(received, own), own, self._timeout)
         except RuntimeError as error:
-            self._raise_lost(error)
-        num_others = received.numel() * received.element_size() // self.size * (self.size - 1)
-        self.num_bytes += num_others
+            raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error
+        self.num_bytes += received.nbytes // self.size * (self.size - 1)
         return received.to(tensor.device)
-
-    def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error
