@@ -17,7 +17,6 @@ from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, Message, States
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.transport import (
-    CPU,
     ROWS,
     Connections,
     ControlLink,
@@ -46,19 +45,17 @@ class StageLinks:
         """``neighbours`` are the ranks before and after, 0 without one; ``link`` is to rank 0."""
         self._link = link
         self._session = session
-        device, dtype, width = CPU, torch.float32, 1
+        dtype, width = torch.float32, 1
         if stage.layers is not None:
-            runner = stage.layers.runner
-            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
+            dtype, width = stage.layers.runner.dtype, stage.layers.runner.hidden_size
         before, after = neighbours
         self._sender = self._receiver = None
-        connect = connections.stage_peer
         if after:
-            peer, wire = connect(after, device, max_pending=_MAX_PENDING)
-            self._sender = RowSender(peer, ROWS + session, wire)
+            peer = connections.peer(after, max_pending=_MAX_PENDING)
+            self._sender = RowSender(peer, ROWS + session)
         if before:
-            peer, wire = connect(before, device, max_pending=_MAX_PENDING)
-            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
+            peer = connections.peer(before, max_pending=_MAX_PENDING)
+            self._receiver = RowReceiver(peer, ROWS + session, width=width, dtype=dtype)
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
