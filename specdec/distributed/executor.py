@@ -94,9 +94,7 @@ class DistributedExecutor(Executor):
         # replies of this step that were not returned yet -> ticks of their sending
         self._expected: dict[ReplyKey, int] = {}
         self._in_step = self._is_waiting = False
-        self._handle = GroupHandle(
-            max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, number=group_number
-        )
+        self._handle = GroupHandle(plan.num_ranks, threads=plan.threads, number=group_number)
         self._group = self._handle.group
         self._keepers: dict[int, KeeperOfRequest] = {}
         self._num_queries = 0

@@ -54,10 +54,10 @@ class SessionPlan(_Plan):
     ranks: tuple[RankPlan, ...]  # parts of ranks 1 .. N.
     seed: int
     needs: Needs  # what answers and exits contain
+    # number of ranks besides rank 0 in the run: N, plus ranks used by the draft only
+    num_ranks: int
     # number of ranks that share each layer; rank r receives rows from rank r - degree
     degree: int = 1
-    # number of ranks besides rank 0 in the run: N, plus ranks used by the draft only
-    num_ranks: int = 0
     blocks: Blocks = (None, 16)  # of each rank's paged cache
     shared_with_draft: bool = False  # whether the draft uses the same devices in turns
 

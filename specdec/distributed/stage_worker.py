@@ -16,13 +16,7 @@ from specdec.clocks.meter import Meter
 from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, Message, States
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.transport import (
-    ROWS,
-    Connections,
-    ControlLink,
-    RowReceiver,
-    RowSender,
-)
+from specdec.distributed.transport import ROWS, Connections, ControlLink, RowReceiver
 from specdec.executors.pipeline import load_stage
 from specdec.executors.stage import InFlight, InFlightRows, Stage
 from specdec.pairs import HuggingFacePair, ModelPair
@@ -48,19 +42,19 @@ class StageLinks:
         dtype, width = torch.float32, 1
         if stage.layers is not None:
             dtype, width = stage.layers.runner.dtype, stage.layers.runner.hidden_size
-        before, after = neighbours
-        self._sender = self._receiver = None
-        if after:
-            peer = connections.peer(after, max_pending=_MAX_PENDING)
-            self._sender = RowSender(peer, ROWS + session)
-        if before:
-            peer = connections.peer(before, max_pending=_MAX_PENDING)
-            self._receiver = RowReceiver(peer, ROWS + session, width=width, dtype=dtype)
+        self._tag = ROWS + session
+        before, after = (
+            connections.peer(rank, max_pending=_MAX_PENDING) if rank else None
+            for rank in neighbours
+        )
+        self._after, self._receiver = after, None
+        if before is not None:
+            self._receiver = RowReceiver(before, self._tag, width=width, dtype=dtype)
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
-        assert self._sender is not None, "the last stage has no receiver"
-        self._sender.send(torch.zeros(num_rows, 1) if rows is None else rows)
+        assert self._after is not None, "the last stage has no receiver"
+        self._after.send_rows(torch.zeros(num_rows, 1) if rows is None else rows, self._tag)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor:
         assert self._receiver is not None, "the first stage has no sender"

@@ -151,6 +151,11 @@ class Peer:
         except RuntimeError as error:
             raise PeerLost(self.rank) from error
 
+    def send_rows(self, rows: torch.Tensor, tag: int) -> None:
+        """Sends hidden states to a ``RowReceiver``."""
+        for part in rows.cpu().contiguous().split(_CHUNK_ROWS):
+            self.send(part, tag)
+
     def post(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Starts to receive into a contiguous tensor."""
         try:
@@ -217,15 +222,6 @@ class ControlLink:
             self._peer.wait(self._peer.post(rest, MESSAGES + _REST))
             packed = np.concatenate([packed, rest.numpy()])
         return packed
-
-
-class RowSender:
-    def __init__(self, peer: Peer, tag: int) -> None:
-        self._peer, self._tag = peer, tag
-
-    def send(self, rows: torch.Tensor) -> None:
-        for part in rows.cpu().contiguous().split(_CHUNK_ROWS):
-            self._peer.send(part, self._tag)
 
 
 class RowReceiver:

@@ -546,13 +546,9 @@ def _along_paths(
             else:
                 children.setdefault(above, []).append(row)
     while level:
-        if len(level) == 1:
-            rows: slice | IntArray = slice(level[0], level[0] + 1)
-            part = logits[rows]
-        else:
-            rows = np.array(level)
-            part = logits[torch.from_numpy(rows)]
+        rows = np.array(level)
         known = None if histories is None else [histories[row] for row in level]
+        part = logits[torch.from_numpy(rows)]
         found = transform.sample(part, uniforms[rows] if len(uniforms) else uniforms, known)
         tokens[rows] = found
         level = [

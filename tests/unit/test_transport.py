@@ -21,7 +21,6 @@ from specdec.distributed.transport import (
     Peer,
     PeerLost,
     RowReceiver,
-    RowSender,
 )
 from specdec.types import IntArray
 
@@ -70,11 +69,10 @@ def test_messages_of_any_size_arrive_in_order(ranks, links):
 def test_rows_arrive_in_order_and_unchanged(ranks, dtype):
     """Also more rows than a chunk, and rows in another memory layout."""
     after, before = (mine.peer(1 - r, max_pending=2) for r, mine in enumerate(ranks))
-    sender = RowSender(after, ROWS + 1)
     receiver = RowReceiver(before, ROWS + 1, width=64, dtype=dtype)
     sent = [torch.randn(num, 64).to(dtype) for num in (1, 7, 256, 257, 5_000, 3)]
     sent.append(sent[2].T.contiguous().T)
-    thread = in_background(lambda: [sender.send(rows) for rows in sent])
+    thread = in_background(lambda: [after.send_rows(rows, ROWS + 1) for rows in sent])
     for rows in sent:
         assert torch.equal(receiver.receive(len(rows)), rows)
         receiver.release()
