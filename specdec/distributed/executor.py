@@ -31,7 +31,6 @@ from specdec.executors.stage import (
     with_hidden,
 )
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
 from specdec.sampling.transform import SamplingTransform
 from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, Output
@@ -74,7 +73,6 @@ class DistributedExecutor(Executor):
         self._draft = draft
         self.latency = self.in_flight = plan.num_groups
         self._plan = plan
-        self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first_ranks = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
         self._last_rank = len(plan.ranks)

@@ -30,7 +30,6 @@ from specdec.executors.stage import (
     with_hidden,
 )
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
@@ -70,7 +69,6 @@ class PipelineExecutor(Executor):
         self._tick = self._step = -1
         self.in_flight = len(self.stages)
         self.latency = self.in_flight
-        self.counters = ExecutorCounters()
 
     options = PipelineOptions
 

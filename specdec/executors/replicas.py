@@ -25,7 +25,6 @@ from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair, OverRanks
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState, tree_rows
@@ -106,9 +105,8 @@ class ReplicasExecutor(Executor):
         needs = replace(needs, hidden=(), early_hidden=())
         if not plan.distributed or over_ranks is None:
             check_in_process(clock.kind, tracing=clock.timeline is not None)
-            one = ExecutorPlan(latency=1, in_flight=1, placements=plan.placements)
             how: dict[str, Any] = {"pair": pair, "meter": meter, "draws": draws, "blocks": blocks}
-            inside = [LocalExecutor.build(one, needs, clock=clock, **how) for _ in plan.copies]
+            inside = [LocalExecutor.build(plan, needs, clock=clock, **how) for _ in plan.copies]
             return cls(inside, clock=clock, meter=meter)
         if clock.kind is ClockKind.PACED:
             raise UserError(
@@ -133,7 +131,6 @@ class ReplicasExecutor(Executor):
         they are ``remote``.
         """
         self.in_flight = len(copies)
-        self.counters = ExecutorCounters()
         self._clock, self._meter, self.distributed = clock, meter, remote
         self._copies = [
             TargetCopy(executor, clock, None if remote else rank)
