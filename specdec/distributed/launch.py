@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -85,25 +86,20 @@ def _has_one_thread() -> bool:
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1
 
 
-_server: _ForkServer | None = None
-
-
+@cache
 def start_fork_server() -> _ForkServer:
     """Returns this process's fork server; the first call starts it."""
-    global _server
-    if _server is None:
-        _server = _ForkServer()
-    return _server
+    return _ForkServer()
 
 
 def _connect() -> tuple[_ForkServer, socket.socket]:
-    global _server
-    with suppress(OSError):  # the server has been killed
+    server = start_fork_server()
+    try:
+        return server, server.connect()
+    except OSError:  # the server has been killed
+        start_fork_server.cache_clear()
         server = start_fork_server()
         return server, server.connect()
-    _server = None
-    server = start_fork_server()
-    return server, server.connect()
 
 
 class Processes:

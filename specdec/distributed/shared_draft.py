@@ -51,8 +51,6 @@ class Calls(NamedTuple):
 class DraftSession(RankSession):
     """One rank's share of the draft model, with the caches of its heads."""
 
-    rows = 0
-
     def __init__(
         self,
         *,

@@ -80,10 +80,7 @@ class RankSession:
         assert isinstance(clock, WallClock), "other clocks start no ranks"
         self._rank, self._clock = rank, clock
         self.doing = "waiting for rank 0"
-
-    @property
-    def rows(self) -> int:
-        raise NotImplementedError
+        self.rows = 0  # computed so far
 
     def handle(self, kind: Kind, tick: int, body: Any) -> None:
         """Does what a message says."""
@@ -142,10 +139,6 @@ class StageSession(RankSession):
         self._in_flight = InFlightRows()
         self._computed: int | None = None  # tick of entry of the rows to send
         self._answered = False
-
-    @property
-    def rows(self) -> int:
-        return self._stage.rows
 
     def handle(self, kind: Kind, tick: int, body: Any) -> None:
         if kind is Kind.BEGIN:
@@ -212,6 +205,7 @@ class StageSession(RankSession):
             clock.charge(sender, Work.TRANSFER, num_rows)
             clock.follow(rank, sender)
         out, exits = self._stage.compute(flight)
+        self.rows += num_rows
         if not self._is_last:  # the last rank answers before it posts a receive
             self._links.release_rows()
         clock.charge(rank, Work.STAGE, num_rows)
