@@ -16,7 +16,7 @@ signal).
 
 import json
 import os
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -90,17 +90,16 @@ def _watch(connection: socket.socket, ranks: dict[int, int]) -> bool:
         connection.sendall(json.dumps(event).encode() + b"\n")
 
     send({"keeper": os.getpid(), "pids": list(ranks)})
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
+    while ranks:
+        readable, _, _ = select.select([connection], [], [], _POLL_S)
+        if readable and not connection.recv(4096):
+            return True
         while ranks:
-            if selector.select(_POLL_S) and not connection.recv(4096):
-                return True
-            while ranks:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                rank = ranks.pop(pid)
-                send({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            rank = ranks.pop(pid)
+            send({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
     return False
 
 
