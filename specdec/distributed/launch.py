@@ -64,6 +64,7 @@ class _ForkServer:
             for target, source in ((0, control), (1, self.log.fileno()), (2, self.log.fileno())):
                 os.dup2(source, target)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks and pipes of this process
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest captures with
             runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
         finally:
             os._exit(0)
