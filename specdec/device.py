@@ -10,17 +10,12 @@ Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entrie
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    from specdec.clocks.meter import Meter
 
 _Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -34,24 +29,6 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     # Pageable memory is staged before the call returns, so ``array`` may be reused at once.
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
-
-@contextmanager
-def model_call(meter: Meter, name: str, device: torch.device) -> Iterator[None]:
-    """Times the block as one call of model ``name``, on a CUDA ``device`` by events, and makes that
-    device current.
-    """
-    if device.type != "cuda":
-        start = perf_counter()
-        yield
-        meter.add(name, perf_counter() - start)
-        return
-    with torch.cuda.device(device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-    meter.add_events(name, begin, end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
 from specdec.clocks import Clock
-from specdec.clocks.meter import Drafting, Meter
+from specdec.clocks.meter import Meter
 from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
@@ -207,11 +207,16 @@ class DecodeState:
         self.warm_up = False
         self.draws, self.clock, self.meter = draws, clock, meter
 
-    def drafting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
         """Attributes all work of the controller inside the block to drafting: layers and heads of
         the target draft, too (early exits, Medusa).
         """
-        return Drafting(self.clock, self.meter)
+        self.clock.drafting = self.meter.drafting = True
+        try:
+            yield
+        finally:
+            self.clock.drafting = self.meter.drafting = False
 
     def mark_submitted(self, nodes: Nodes) -> None:
         """Records the step in which nodes are submitted; called by the scheduler."""

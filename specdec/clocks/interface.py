@@ -7,8 +7,8 @@ target shares rank 0 with its draft. Times are in seconds; latency profiles are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -146,6 +146,7 @@ class Clock(ABC):
     """Rank -> seconds of charged work, for ``bubble_share``; only a simulated clock has it."""
     drafted: DraftTime | None = None
     """Time of draft work, for ``draft_hidden_share``."""
+    _acting: int | None = None  # rank that the controller's charges go to inside ``on``
 
     @abstractmethod
     def start(self, rank: int) -> None:
@@ -167,20 +168,6 @@ class Clock(ABC):
         """
         self.align(rank, to)
 
-    def fan_out(self, ranks: Sequence[int]) -> None:
-        """Aligns each rank with the controller, at the beginning of a step."""
-        for rank in ranks:
-            self.align(rank, CONTROLLER)
-
-    def charge_each(self, ranks: Sequence[int], kind: Work, nums_tokens: Sequence[int]) -> None:
-        for rank, num_tokens in zip(ranks, nums_tokens, strict=True):
-            self.charge(rank, kind, num_tokens)
-
-    def fan_in(self, ranks: Sequence[int]) -> None:
-        """Aligns the controller with each rank, at the end of a step."""
-        for rank in ranks:
-            self.align(CONTROLLER, rank)
-
     @abstractmethod
     def barrier(self, ranks: Sequence[int]) -> None:
         """Makes the controller wait for the ranks, and the ranks for each other."""
@@ -193,11 +180,17 @@ class Clock(ABC):
     def ends_s(self, rank: int) -> float | None:
         """Returns when the work charged to ``rank`` ends; None if that is not known in advance."""
 
-    @abstractmethod
-    def on(self, rank: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def on(self, rank: int) -> Iterator[None]:
         """Redirects the controller's charges to ``rank`` inside the block (not on measured clocks),
         from now, or from the end of its earlier work.
         """
+        self.align(rank, CONTROLLER)
+        self._acting = rank
+        try:
+            yield
+        finally:
+            self._acting = None
 
     @abstractmethod
     def now(self) -> float:

@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from specdec.clocks.interface import Clock
+import torch
+
+_HOST = torch.device("cpu")
 
 
 class Meter:
@@ -17,7 +19,7 @@ class Meter:
 
     Attributes:
         wait_s: seconds of declared waits (paced clocks, transport).
-        drafting: whether a token source is running; set by ``Drafting``.
+        drafting: whether a token source is running; set by ``DecodeState.drafting``.
     """
 
     def __init__(self) -> None:
@@ -48,12 +50,22 @@ class Meter:
         self.wait_s = 0.0
 
     @contextmanager
-    def model(self, name: str) -> Iterator[None]:
-        start = perf_counter()
-        try:
+    def model(self, name: str, device: torch.device = _HOST) -> Iterator[None]:
+        """Times the block as one call of a model; makes a CUDA ``device`` current."""
+        if device.type != "cuda":
+            start = perf_counter()
             yield
-        finally:
             self.add(name, perf_counter() - start)
+            return
+        with torch.cuda.device(device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+        if self._began is None:
+            self._began = perf_counter()
+        self.calls[name] += 1
+        self._events.append((name, self.drafting, begin, end))
 
     def add(self, name: str, seconds: float, calls: int = 1) -> None:
         if self._began is None:
@@ -62,12 +74,6 @@ class Meter:
         self.calls[name] += calls
         if self.drafting:
             self._draft_s += seconds
-
-    def add_events(self, name: str, start: Any, end: Any) -> None:
-        if self._began is None:
-            self._began = perf_counter()
-        self.calls[name] += 1
-        self._events.append((name, self.drafting, start, end))
 
     def _sum_events(self) -> None:
         for name, drafting, start, end in self._events:
@@ -82,35 +88,14 @@ class Meter:
         began, self._began = self._began, None
         return began
 
-    def waiting(self) -> AbstractContextManager[None]:
-        return _Waiting(self)
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += perf_counter() - start
 
     @property
     def total_model_s(self) -> float:
         return sum(self.model_s.values())
-
-
-class _Waiting:
-    __slots__ = ("_meter", "_start")
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._start = perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._meter.wait_s += perf_counter() - self._start
-
-
-class Drafting:
-    """Inside the block, work charged to the clock and the meter's calls count as drafting."""
-
-    def __init__(self, clock: Clock, meter: Meter) -> None:
-        self._clock, self._meter = clock, meter
-
-    def __enter__(self) -> None:
-        self._clock.drafting = self._meter.drafting = True
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.drafting = self._meter.drafting = False

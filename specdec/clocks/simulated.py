@@ -1,6 +1,5 @@
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from specdec.clocks.interface import CONTROLLER, Clock, ClockKind, DraftTime, Timeline
 from specdec.clocks.profile import LatencyProfile, Prices, Work
@@ -23,13 +22,13 @@ class SimulatedClock(Clock):
         self.drafted = DraftTime()
         self._time: defaultdict[int, float] = defaultdict(float)
         self._prices = Prices(profile, scale)
-        self._acting = CONTROLLER  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
         """Does nothing: work begins at the rank's time."""
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        rank = self._acting if rank == CONTROLLER else rank
+        if self._acting is not None and rank == CONTROLLER:
+            rank = self._acting
         cost = self._prices.seconds(kind, num_tokens, rank)
         if cost:
             if self.timeline is not None:
@@ -69,15 +68,6 @@ class SimulatedClock(Clock):
 
     def ends_s(self, rank: int) -> float:
         return self._time[rank]
-
-    @contextmanager
-    def on(self, rank: int) -> Iterator[None]:
-        self.align(rank, CONTROLLER)
-        self._acting = rank
-        try:
-            yield
-        finally:
-            self._acting = CONTROLLER
 
     def now(self) -> float:
         return self._time[CONTROLLER]

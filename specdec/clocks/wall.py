@@ -1,6 +1,5 @@
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter, sleep, time
 
@@ -14,42 +13,6 @@ from specdec.clocks.interface import (
 )
 from specdec.clocks.meter import Meter
 from specdec.clocks.profile import LatencyProfile, Prices, Work
-
-
-class _Stopwatch:
-    def __init__(self, meter: Meter) -> None:
-        self.zero, self.origin_s = perf_counter(), time()
-        self._meter = meter
-        self._start: float | None = None
-        self._planned = False  # whether _start is the schedule's time, whatever the real start
-        meter.take_began()
-
-    def now(self) -> float:
-        return perf_counter() - self.zero
-
-    def skip(self, seconds: float) -> None:
-        self.zero += seconds
-
-    def start(self) -> None:
-        self._meter.take_began()
-        self._start, self._planned = self.now(), False
-
-    def plan(self, at: float) -> None:
-        self._start = at if self._start is None else max(self._start, at)
-        self._planned = True
-
-    def ended(self, at: float) -> None:
-        self._start = at
-
-    def take(self) -> tuple[float, bool]:
-        """Returns the start of the work (the planned one, else the first metered model call, else
-        the last start or end), and whether it continues the work charged before.
-        """
-        called, planned = self._meter.take_began(), self._planned
-        self._planned = False
-        if called is not None and not planned:
-            return called - self.zero, False
-        return (self.now(), False) if self._start is None else (self._start, True)
 
 
 class MeasuredClock(WallClock):
@@ -72,18 +35,32 @@ class MeasuredClock(WallClock):
         self.rank = rank
         self.timeline = timeline
         self._meter = Meter() if meter is None else meter
-        self._watch = _Stopwatch(self._meter)
+        self._meter.take_began()
+        self._zero, self._origin_s = perf_counter(), time()
+        self._start: float | None = None
+        self._planned = False  # whether _start is the schedule's time, whatever the real start
         self._busy_s = 0.0
 
     def start(self, rank: int) -> None:
         if rank == self.rank:
-            self._watch.start()
+            self._meter.take_began()
+            self._start, self._planned = self.now(), False
+
+    def _take_start(self) -> tuple[float, bool]:
+        """Returns the start of the work (the planned one, else the first metered model call, else
+        the last start or end), and whether it continues the work charged before.
+        """
+        called, planned = self._meter.take_began(), self._planned
+        self._planned = False
+        if called is not None and not planned:
+            return called - self._zero, False
+        return (self.now(), False) if self._start is None else (self._start, True)
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         if rank != self.rank or num_tokens <= 0:
             return
-        (began, _), now = self._watch.take(), self._watch.now()
-        self._watch.ended(now)
+        (began, _), now = self._take_start(), self.now()
+        self._start = now
         self._busy_s += now - began
         if self.timeline is not None:
             self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
@@ -103,24 +80,21 @@ class MeasuredClock(WallClock):
     def ends_s(self, rank: int) -> float | None:
         return None
 
-    def on(self, rank: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def now(self) -> float:
-        return self._watch.now()
+        return perf_counter() - self._zero
 
     def wait_until(self, seconds: float) -> None:
         with self._meter.waiting():
             sleep(max(0.0, seconds - self.now()))
 
     def skip(self, seconds: float) -> None:
-        self._watch.skip(seconds)
+        self._zero += seconds
 
     def report(self) -> ClockReport:
         timeline = Timeline() if self.timeline is None else self.timeline
         return ClockReport(
             rank=self.rank,
-            origin_s=self._watch.origin_s,
+            origin_s=self._origin_s,
             busy_s=self._busy_s,
             spans=timeline.take(),
             dropped=timeline.dropped,
@@ -165,7 +139,6 @@ class PacedClock(MeasuredClock):
         self._wait_s = 0.0
         self._not_before = 0.0
         self._plans: defaultdict[int, float] = defaultdict(float)  # other rank -> planned time
-        self._acting = self.rank  # rank that the controller's charges go to
 
     def start(self, rank: int) -> None:
         super().start(rank)
@@ -178,18 +151,19 @@ class PacedClock(MeasuredClock):
         """
         if num_tokens <= 0:
             return
-        rank = self._acting if rank == self.rank else rank
+        if self._acting is not None and rank == self.rank:
+            rank = self._acting
         cost = self._prices.seconds(kind, num_tokens, rank)
         if rank != self.rank:
             self._plans[rank] = (
                 self._plans[rank] + cost if cost else max(self._plans[rank], self.now())
             )
             return
-        began, continues = self._watch.take()
+        began, continues = self._take_start()
         began = max(began, self._not_before)
-        done, due = self._watch.now(), began + cost
+        done, due = self.now(), began + cost
         if not cost:  # not priced: real time
-            self._watch.ended(done)
+            self._start = done
             self._note(kind, num_tokens, began, done, done)
             return
         if continues and self._late:  # counted as an overrun so far; judged as a whole below
@@ -203,7 +177,7 @@ class PacedClock(MeasuredClock):
                 sleep(due - done)
             self._wait_s += due - done
         ended = max(due, done)
-        self._watch.ended(due)
+        self._start = due
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
@@ -219,7 +193,9 @@ class PacedClock(MeasuredClock):
     def follow(self, rank: int, to: int) -> None:
         """Counts this rank's next work from the planned time of ``to``, even if it begins late."""
         if rank == self.rank:
-            self._watch.plan(self._plans[to])
+            at = self._plans[to]
+            self._start = at if self._start is None else max(self._start, at)
+            self._planned = True
         else:
             self.align(rank, to)
 
@@ -235,15 +211,6 @@ class PacedClock(MeasuredClock):
 
     def ends_s(self, rank: int) -> float | None:
         return self._plans[rank]
-
-    @contextmanager
-    def on(self, rank: int) -> Iterator[None]:
-        self.align(rank, self.rank)
-        self._acting = rank
-        try:
-            yield
-        finally:
-            self._acting = self.rank
 
     def _note(self, kind: Work, num_tokens: int, began: float, ended: float, done: float) -> None:
         self._busy_s += ended - began

@@ -9,21 +9,29 @@ sides know from ``InFlightRows`` which rows are alive.
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
-from specdec.distributed.kept_rows import Keepers
-from specdec.distributed.messages import Ending, Entry, Kind, Message, OpenedRequest, ReplyKey
+from specdec.device import RemoteProbs
+from specdec.distributed.kept_rows import KeeperOfRequest, Query
+from specdec.distributed.messages import Ending, Entry, Kind, Message, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.distributed.shared_draft import DraftGroup
 from specdec.executors.pipeline import StepCharges
-from specdec.executors.stage import InFlight, InFlightRows, with_early, with_hidden
+from specdec.executors.stage import (
+    InFlight,
+    InFlightRows,
+    OpenedRequest,
+    with_early,
+    with_hidden,
+)
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
+from specdec.sampling.transform import SamplingTransform
 from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, Output
 
@@ -65,7 +73,6 @@ class DistributedExecutor(Executor):
         self._draft = draft
         self.latency = self.in_flight = plan.num_groups
         self._plan = plan
-        self.counters = ExecutorCounters()
         self._ranks = range(1, len(plan.ranks) + 1)
         self._first_ranks = [r for r in self._ranks if plan.ranks[r - 1].group == 1]
         self._last_rank = len(plan.ranks)
@@ -81,35 +88,21 @@ class DistributedExecutor(Executor):
         }
         self.hidden = tuple(n for part in self._side_parts.values() for n in part.hidden)
         self.early_hidden = tuple(n for part in self._side_parts.values() for n in part.early)
-        # Stages of whose batches rank 0 needs to know the rows.
-        self._known_stages = {part.group for part in self._side_parts.values()} | {self.in_flight}
-        if self._times is not None:
-            self._known_stages |= set(range(1, self.in_flight + 1))
         self._on_stage: dict[int, Batch] = {}  # the rows that each computes in this step
-        self._expected: dict[ReplyKey, int] = {}  # replies of this step -> ticks of their sending
-        self._polled: set[ReplyKey] = set()  # those of them that ``poll`` has returned
+        # replies of this step that were not returned yet -> ticks of their sending
+        self._expected: dict[ReplyKey, int] = {}
         self._in_step = self._is_waiting = False
-        self._handle = GroupHandle(
-            max(plan.num_ranks, len(plan.ranks)), threads=plan.threads, number=group_number
-        )
+        self._handle = GroupHandle(plan.num_ranks, threads=plan.threads, number=group_number)
         self._group = self._handle.group
-        self._session, self._keepers = self._open_session()
-
-    def _open_session(self) -> tuple[int, Keepers]:
+        self._keepers: dict[int, KeeperOfRequest] = {}
+        self._num_queries = 0
         try:
-            session = self._group.open_session(self._plan)
+            self._session = self._group.open_session(plan)
         except BaseException:
             self._handle.release(broken=True)
-            if self._draft is not None:
-                self._draft.shutdown(broken=True)
+            if draft is not None:
+                draft.shutdown(broken=True)
             raise
-        return session, Keepers(
-            group=self._group,
-            session=session,
-            rank=self._last_rank,
-            meter=self._meter,
-            timeout_s=self._timeout_s,
-        )
 
     def open(self, request: RequestState) -> None:
         sampling = request.sampling
@@ -121,7 +114,8 @@ class DistributedExecutor(Executor):
                 tokens=request.tokens.copy() if sampling.needs_history else _NO_TOKENS,
             )
         )
-        self._keepers.open(request.id, sampling)
+        transform = SamplingTransform(sampling)
+        self._keepers[request.id] = KeeperOfRequest(request.id, transform, self._ask)
 
     def submit(self, batch: Batch) -> None:
         self._tick += 1
@@ -136,10 +130,9 @@ class DistributedExecutor(Executor):
         self._in_flight.enter(self._tick, batch)
         self._closes.clear()
         self._opens.clear()
-        if 1 in self._known_stages and batch.num_tokens:
+        if batch.num_tokens:
             self._on_stage[1] = batch
         self._expected = self._expected_replies()
-        self._polled.clear()
         self._is_waiting = False
         if not self._entry.is_empty:
             begin = Message(Kind.BEGIN, self._session, self._tick, self._entry)
@@ -155,7 +148,7 @@ class DistributedExecutor(Executor):
     def ready(self) -> bool:
         if self._times is not None and self._times.busy():
             return False
-        return all(self._group.has_reply(key) for key in self._expected.keys() - self._polled)
+        return self._has_all()
 
     def due_s(self) -> float | None:
         return None if self._times is None else self._times.due_s()
@@ -166,30 +159,20 @@ class DistributedExecutor(Executor):
 
     def poll(self) -> Output | None:
         self._group.check()
-        arrived = {
-            key: self._group.reply(key, self._session, tick, self._timeout_s)
-            for key, tick in self._expected.items()
-            if key[0] in _EARLY and key not in self._polled and self._group.has_reply(key)
-        }
-        self._polled |= arrived.keys()
-        if arrived:
+        early = [k for k in self._expected if k[0] in _EARLY and self._group.has_reply(k)]
+        if early:
             self._is_waiting = False
-            return self._read(arrived)
-        if not all(self._group.has_reply(key) for key in self._expected.keys() - self._polled):
+            return self._read(self._replies(early))
+        if not self._has_all():
             self._group.check_progress(self._timeout_s, begins=not self._is_waiting)
             self._is_waiting = True
         return None
 
     def collect(self, *, wait: bool = True) -> Output:
-        replies: dict[ReplyKey, Any] = {}
-        if self._expected:
-            with self._meter.waiting():
-                for key, tick in self._expected.items():
-                    if key in self._polled:
-                        continue
-                    replies[key] = self._group.reply(key, self._session, tick, self._timeout_s)
-        else:
+        if not self._expected:
             self._group.check()
+        with self._meter.waiting():
+            replies = self._replies([*self._expected])
         if self._times is not None:
             self._times.finish()
         return self._read(replies)
@@ -200,7 +183,8 @@ class DistributedExecutor(Executor):
         self._group.send(end, reversed(self._ranks))  # the last rank's answer is needed first
         self._in_flight.commit(self._tick, commits)
         self._in_flight.drop(self._entry_tick(self.in_flight))
-        on_stage = {s: self._in_flight.alive(self._tick + 2 - s) for s in self._known_stages - {1}}
+        later = range(2, self.in_flight + 1)
+        on_stage = {stage: self._in_flight.alive(self._tick + 2 - stage) for stage in later}
         self._on_stage = {s: flight.batch for s, flight in on_stage.items() if flight is not None}
         if self._times is not None:
             pruned = sum(commit.num_examined for commit in commits)
@@ -211,7 +195,7 @@ class DistributedExecutor(Executor):
 
     def close(self, request_id: int) -> None:
         self._closes.append(request_id)
-        self._keepers.close(request_id)
+        self._keepers.pop(request_id, None)
 
     def reports(self) -> list[dict[str, Any]]:
         return self._group.reports(self._session, self._ranks)
@@ -238,6 +222,24 @@ class DistributedExecutor(Executor):
         if self._group.alive and not self._in_step:
             self._group.close_session(self._session)
         self._handle.release(broken=self._in_step)
+
+    def _ask(self, query: Query) -> torch.Tensor:
+        self._num_queries += 1
+        message = Message(Kind.QUERY, self._session, self._num_queries, query)
+        self._group.send(message, [self._last_rank])
+        key = Kind.ROWS, self._last_rank
+        with self._meter.waiting():
+            rows = self._group.reply(key, self._session, self._num_queries, self._timeout_s)
+        return cast("torch.Tensor", rows)
+
+    def _has_all(self) -> bool:
+        return all(map(self._group.has_reply, self._expected))
+
+    def _replies(self, keys: Sequence[ReplyKey]) -> dict[ReplyKey, Any]:
+        return {
+            key: self._group.reply(key, self._session, self._expected.pop(key), self._timeout_s)
+            for key in keys
+        }
 
     def _num_rows(self) -> list[int]:
         stages = range(1, self.in_flight + 1)
@@ -271,8 +273,9 @@ class DistributedExecutor(Executor):
             part = self._plan.ranks[rank - 1]
             entered = answered if kind is Kind.HIDDEN else self._entry_tick(part.group)
             if kind is Kind.ANSWERS:
-                live = [a for a in body if self._is_open(entered, a.request)]
-                answers = tuple(self._keepers.connect(a) for a in live)
+                answers = tuple(
+                    self._connected(a) for a in body if self._is_open(entered, a.request)
+                )
             elif kind is Kind.EXITS:
                 exits += tuple(e for e in body if self._is_open(entered, e.request))
             else:
@@ -287,6 +290,12 @@ class DistributedExecutor(Executor):
                     last.captured |= flight.captured
         output = replace(output, answers=answers, exits=exits)
         return output if last is None else with_hidden(output, last.batch, last.captured)
+
+    def _connected(self, answers: Answers) -> Answers:
+        if not isinstance(answers.probs, RemoteProbs):
+            return answers
+        probs = replace(answers.probs, keeper=self._keepers[answers.request])
+        return replace(answers, probs=probs)
 
     def _is_open(self, entered: int, request_id: int) -> bool:
         # With executor=replicated, a busy copy is closed before it commits.

@@ -9,14 +9,14 @@ which fails for scripts without an ``if __name__ == "__main__"`` guard.
 socket through it for each group of ranks. This process then forks the parent of the group's ranks,
 which it calls the keeper: it forks the ranks, and kills those that remain, stopped ones included,
 when its socket closes, that is when rank 0 closes it or dies. On that socket rank 0 sends one JSON
-line with the keys of ``Request``. The keeper answers with a line per event: {"keeper": pid, "pids":
+line (``launch.Processes``). The keeper answers with a line per event: {"keeper": pid, "pids":
 [...]} after forking, in the order of ranks, then {"rank": r, "status": s} per ended rank (negative:
 signal).
 """
 
 import json
 import os
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -24,7 +24,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,6 @@ import torch.distributed as dist
 from specdec.distributed import worker
 
 _POLL_S = 0.05
-
-
-class Request(TypedDict):
-    address: str  # of the store at which all ranks meet
-    port: int
-    size: int  # ranks with rank 0
-    threads: int  # per rank
-    logs: str  # folder of rank<r>.log
-    keep_logs: bool  # else the keeper removes the folder at its end
-    environment: dict[str, str]
-    path: list[str]  # sys.path
 
 
 def main() -> int:
@@ -64,7 +53,7 @@ def main() -> int:
 
 def _keep_and_exit(connection: socket.socket) -> NoReturn:
     with connection.makefile("r", encoding="utf-8") as lines:
-        request: Request = json.loads(lines.readline())
+        request = json.loads(lines.readline())
     logs = Path(request["logs"])
     _redirect(logs / "fork_server.log")
     os.environ.clear()
@@ -101,21 +90,20 @@ def _watch(connection: socket.socket, ranks: dict[int, int]) -> bool:
         connection.sendall(json.dumps(event).encode() + b"\n")
 
     send({"keeper": os.getpid(), "pids": list(ranks)})
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
+    while ranks:
+        readable, _, _ = select.select([connection], [], [], _POLL_S)
+        if readable and not connection.recv(4096):
+            return True
         while ranks:
-            if selector.select(_POLL_S) and not connection.recv(4096):
-                return True
-            while ranks:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                rank = ranks.pop(pid)
-                send({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            rank = ranks.pop(pid)
+            send({"rank": rank, "status": os.waitstatus_to_exitcode(status)})
     return False
 
 
-def _run_rank(rank: int, request: Request) -> NoReturn:
+def _run_rank(rank: int, request: dict[str, Any]) -> NoReturn:
     status = 1
     try:
         _redirect(Path(request["logs"]) / f"rank{rank}.log")

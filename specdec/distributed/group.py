@@ -54,6 +54,7 @@ class RankGroup:
         """
         self.size = size
         self.alive = True
+        self.num_handles = 0  # of those that use it (``rank_groups.GroupHandle``)
         self._store = store
         self._processes = processes
         self._session_ids = itertools.count(1)
@@ -111,14 +112,8 @@ class RankGroup:
 
     def begin_timed(self) -> None:
         """Makes ranks capture CUDA graphs now, so that they need not during a timed run."""
-        if not (self.alive and self._captures):
-            return
-        number, ranks = next(self._report_ids), range(1, self.size)
-        self.send(Message(Kind.BEGIN_TIMED, tick=number), ranks)
-        keys = [store_key("captured", number, rank) for rank in ranks]
-        self.wait_for(keys)
-        for key in keys:
-            self._store.delete_key(key)
+        if self.alive and self._captures:
+            self._ask(Kind.BEGIN_TIMED, 0, range(1, self.size))
 
     def end_timed(self) -> None:
         if self.alive and self._captures:
@@ -134,8 +129,12 @@ class RankGroup:
         return None if self._processes is None else self._processes.pids
 
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        return self._ask(Kind.REPORT, session, ranks)
+
+    def _ask(self, kind: Kind, session: int, ranks: Sequence[int]) -> list[Any]:
+        """Sends a message that each rank answers in the store."""
         number = next(self._report_ids)
-        self.send(Message(Kind.REPORT, session, number), ranks)
+        self.send(Message(kind, session, number), ranks)
         keys = [store_key("report", session, number, rank) for rank in ranks]
         self.wait_for(keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
@@ -173,9 +172,9 @@ class RankGroup:
         ``begins`` now or not.
         """
         if begins:
-            self._failures.expect_progress()
+            self._failures.last_progress = time.monotonic()
         self.check()
-        if self._failures.silent_s() > timeout_s:
+        if time.monotonic() - self._failures.last_progress > timeout_s:
             raise self.hung(timeout_s) from None
 
     def check(self) -> None:
@@ -204,14 +203,14 @@ class RankGroup:
         """Stops the ranks, and kills those that do not exit in time."""
         if not self.alive:
             return
-        self.alive = False
         with suppress(PeerLost):
             for link in self._links.values():
                 link.send(Message(Kind.STOP).pack())
-        if self._processes is not None:
+        if self._processes is None:
+            self.inbox.join(_GRACE_S)
+        else:
             self._processes.wait(_GRACE_S)
-            self._processes.kill()
-        self.inbox.join(_GRACE_S)
+        self.kill()
 
     def kill(self) -> None:
         if not self.alive:
@@ -236,11 +235,10 @@ class Inbox:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.wakeup: threading.Event | None = None
-        self._queues: dict[ReplyKey, queue.SimpleQueue[Message | None]] = {
+        self._queues: dict[ReplyKey, queue.SimpleQueue[Message | PeerLost]] = {
             (kind, rank): queue.SimpleQueue() for rank in ranks for kind in REPLIES
         }
         self._threads: dict[int, threading.Thread] = {}
-        self._lost: int | None = None  # the first rank whose link ended
 
     def listen(self, links: Mapping[int, ControlLink]) -> None:
         for rank in links.keys() - self._threads.keys():
@@ -259,9 +257,8 @@ class Inbox:
             received = self._queues[key].get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if received is None:
-            assert self._lost is not None, "the end of a link names its rank"
-            raise PeerLost(self._lost)
+        if isinstance(received, PeerLost):
+            raise received
         return received
 
     def join(self, timeout_s: float) -> None:
@@ -278,10 +275,8 @@ class Inbox:
                 self._queues[received.kind, rank].put(received)
                 self._wake()
         except PeerLost as error:
-            if self._lost is None:
-                self._lost = error.peer
             for replies in self._queues.values():  # every waiting caller raises
-                replies.put(None)
+                replies.put(error)
             self._wake()
 
     def _wake(self) -> None:
@@ -302,33 +297,26 @@ class FailureDetector:
         self._processes = processes
         # rank -> (time at which the latest beat was first seen, its number, current operation)
         self._beats: dict[int, tuple[float, int, str]] = {}
-        self._beating: list[int] = []  # ranks that have sent a heartbeat
-        self._last_progress = time.monotonic()
-        self._started: float | None = None
+        self.last_progress = time.monotonic()
         self._observed = 0.0  # when the store was read
         self._alarm = False
 
     def start(self) -> None:
-        self._started = time.monotonic()
+        """Watches heartbeats from now on; all ranks have sent one."""
+        self._beats = dict.fromkeys(self._ranks, (time.monotonic(), -1, ""))
 
     def alarmed(self) -> bool:
         """Returns whether a rank has failed or ended; reads the store at most twice per second."""
         if self._alarm or (self._processes is not None and self._processes.ended):
             return True
         now = time.monotonic()
-        if self._started is not None and now >= self._observed + _OBSERVE_S:
+        if self._beats and now >= self._observed + _OBSERVE_S:
             self._observed = now
             try:
                 self._observe()
             except RuntimeError:  # the store is gone, and with it the job
                 self._alarm = True
         return self._alarm
-
-    def expect_progress(self) -> None:
-        self._last_progress = max(self._last_progress, time.monotonic())
-
-    def silent_s(self) -> float:
-        return time.monotonic() - self._last_progress
 
     def failure(self, lost: PeerLost | None = None) -> BaseException:
         """Returns the root cause of a failure that has been noticed, after up to a second for
@@ -337,11 +325,20 @@ class FailureDetector:
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:
-            error = self._reported_error() or self._process_exit()
-            if error is not None:
-                return error
+            reports = self._reports()
+            told = sorted(reports.items(), key=lambda item: (item[1]["kind"] != "user", item[0]))
+            for rank, report in told:
+                if report["kind"] == "user":
+                    return UserError(f"rank {rank}: {report['text']}")
+                if report["kind"] == "raised":
+                    return RankFailure(rank=rank, cause=report["text"])
+            if self._processes is not None:
+                for rank, status in sorted(self._processes.ended.items()):
+                    if rank not in reports:  # ranks with a report exit because of it
+                        cause = _cause(status, self._processes.log(rank))
+                        return RankFailure(rank=rank, cause=cause)
             if time.monotonic() > deadline:
-                return self._lost_connection(lost)
+                return _lost_connection(reports, lost)
             time.sleep(0.05)
 
     def hang(self, timeout_s: float) -> RankFailure:
@@ -364,41 +361,8 @@ class FailureDetector:
         )
 
     def stale(self, seconds: float) -> list[int]:
-        start, now = self._started, time.monotonic()
-        if start is None:
-            return []
-        return [r for r in self._ranks if now - self._beats.get(r, (start, -1, ""))[0] > seconds]
-
-    def _reported_error(self) -> BaseException | None:
-        reports = sorted(self._reports().items())
-        for rank, report in reports:
-            if report["kind"] == "user":
-                return UserError(f"rank {rank}: {report['text']}")
-        for rank, report in reports:
-            if report["kind"] == "raised":
-                return RankFailure(rank=rank, cause=report["text"])
-        return None
-
-    def _process_exit(self) -> RankFailure | None:
-        if self._processes is None:
-            return None
-        reports = self._reports()
-        for rank, status in sorted(self._processes.ended.items()):
-            if rank not in reports:  # ranks with a report exit because of it
-                return RankFailure(rank=rank, cause=_cause(status, self._processes.log(rank)))
-        return None
-
-    def _lost_connection(self, lost: PeerLost | None) -> RankFailure:
-        reports = self._reports()
-        lost_peers = Counter(r["peer"] for r in reports.values() if r["kind"] == "lost")
-        if lost is not None:
-            lost_peers[lost.peer] += 1
-        silent = [rank for rank, _ in lost_peers.most_common() if rank and rank not in reports]
-        if silent:
-            return RankFailure(
-                rank=silent[0], cause="its connections broke (killed, or its machine is gone)"
-            )
-        return RankFailure(rank=None, cause="connections between ranks broke")
+        now = time.monotonic()
+        return [rank for rank, (seen, _, _) in self._beats.items() if now - seen > seconds]
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         reports = {}
@@ -412,20 +376,27 @@ class FailureDetector:
     def _observe(self) -> None:
         if self._store.check([ANY_FAILED]):
             self._alarm = True
-        for rank in self._ranks:
-            if rank not in self._beating and self._store.check([store_key("heartbeat", rank)]):
-                self._beating.append(rank)
-        if not self._beating:
-            return
-        beats = self._store.multi_get([store_key("heartbeat", rank) for rank in self._beating])
+        beats = self._store.multi_get([store_key("heartbeat", rank) for rank in self._ranks])
         now = time.monotonic()
-        for rank, beat in zip(self._beating, beats, strict=True):
+        for rank, beat in zip(self._ranks, beats, strict=True):
             number, operation = json.loads(beat)
-            _, last_number, last_operation = self._beats.get(rank, (0.0, -1, ""))
+            _, last_number, last_operation = self._beats[rank]
             if number != last_number:
                 self._beats[rank] = (now, number, operation)
             if operation != last_operation:
-                self._last_progress = now
+                self.last_progress = now
+
+
+def _lost_connection(reports: Mapping[int, Any], lost: PeerLost | None) -> RankFailure:
+    lost_peers = Counter(r["peer"] for r in reports.values() if r["kind"] == "lost")
+    if lost is not None:
+        lost_peers[lost.peer] += 1
+    silent = [rank for rank, _ in lost_peers.most_common() if rank and rank not in reports]
+    if silent:
+        return RankFailure(
+            rank=silent[0], cause="its connections broke (killed, or its machine is gone)"
+        )
+    return RankFailure(rank=None, cause="connections between ranks broke")
 
 
 def _cause(status: int, log: str) -> str:

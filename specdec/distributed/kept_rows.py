@@ -21,11 +21,9 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from specdec.clocks.meter import Meter
 from specdec.device import Probs, RemoteProbs, RowKeeper, on_host
-from specdec.distributed.group import RankGroup
-from specdec.distributed.messages import Kind, Message, OpenedRequest
-from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.executors.stage import AnsweredRequest, Answerer, tree_slices
+from specdec.sampling.transform import SamplingTransform
 from specdec.types import Answers, Batch, Commit, FloatArray, IntArray, NodeMap, TreeRows
 
 _NOT_SENT = cast("RowKeeper", None)
@@ -39,41 +37,10 @@ class Query(NamedTuple):
     tokens: IntArray | None = None
 
 
-class Keepers:
-    def __init__(
-        self, *, group: RankGroup, session: int, rank: int, meter: Meter, timeout_s: float
-    ) -> None:
-        self._group = group
-        self._session = session
-        self._rank = rank
-        self._meter = meter
-        self._timeout_s = timeout_s
-        self._num_queries = 0
-        self._of: dict[int, KeeperOfRequest] = {}
-
-    def open(self, request_id: int, params: SamplingParams) -> None:
-        self._of[request_id] = KeeperOfRequest(request_id, SamplingTransform(params), self._ask)
-
-    def close(self, request_id: int) -> None:
-        self._of.pop(request_id, None)
-
-    def connect(self, answers: Answers) -> Answers:
-        if not isinstance(answers.probs, RemoteProbs):
-            return answers
-        return replace(answers, probs=replace(answers.probs, keeper=self._of[answers.request]))
-
-    def _ask(self, query: Query) -> torch.Tensor:
-        self._num_queries += 1
-        message = Message(Kind.QUERY, self._session, self._num_queries, query)
-        self._group.send(message, [self._rank])
-        key = Kind.ROWS, self._rank
-        with self._meter.waiting():
-            reply = self._group.reply(key, self._session, self._num_queries, self._timeout_s)
-        return cast("torch.Tensor", reply)
-
-
 @dataclass(frozen=True, slots=True)
 class KeeperOfRequest:
+    """Rank 0's access to the rows of a request; ``ask`` sends a query and returns the reply."""
+
     request: int
     transform: SamplingTransform
     ask: Callable[[Query], torch.Tensor]
@@ -87,39 +54,38 @@ class KeeperOfRequest:
         return values
 
 
-class KeptRows:
-    def __init__(self) -> None:
-        self._transforms: dict[SamplingParams, SamplingTransform] = {}
+class KeptRows(Answerer):
+    """An answerer whose whole distributions stay here: answers have only the values of children in
+    the same batch.
+    """
+
+    def __init__(self, inner: Answerer) -> None:
+        self._inner = inner
         self._of: dict[int, SamplingTransform] = {}
         self._rows: NodeMap[torch.Tensor] = NodeMap()
 
-    def open(self, opened: OpenedRequest) -> None:
-        params = opened.sampling
-        if params.needs_history:
-            return
-        self._of[opened.id] = self._transforms.setdefault(params, SamplingTransform(params))
-        self._rows.open(opened.id)
+    def open(self, request: AnsweredRequest) -> None:
+        self._inner.open(request)
+        if not request.sampling.needs_history:
+            self._of[request.id] = SamplingTransform(request.sampling)
+            self._rows.open(request.id)
 
-    def keep(
-        self, batch: Batch, answers: Sequence[Answers], logits: torch.Tensor
-    ) -> tuple[Answers, ...]:
-        """Stores ``logits`` [W, V] of answers whose whole distributions would have to be sent, and
-        returns the answers with only the values of children of these.
-        """
-        left, start = list[Answers](), 0
-        for tree, answer in zip(batch.trees, answers, strict=True):
-            part = slice(start, start + len(tree.node_ids))
-            start = part.stop
+    def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
+        answers = self._inner.answer(batch, logits)
+        if logits is None:
+            return answers
+        left = []
+        for (tree, rows), answer in zip(tree_slices(batch.trees), answers, strict=True):
             probs = answer.probs
             if answer.request in self._of and isinstance(probs, np.ndarray):
-                self._rows.update(answer.request, tree.node_ids, logits[part])
+                self._rows.update(answer.request, tree.node_ids, logits[rows])
                 known = _after_parents(tree, probs)
                 kept = RemoteProbs(_NOT_SENT, tree.node_ids, logits.shape[1], known)
                 answer = replace(answer, probs=kept)
             left.append(answer)
         return tuple(left)
 
-    def answer(self, query: Query) -> torch.Tensor:
+    def reply(self, query: Query) -> torch.Tensor:
         rows = torch.stack([self._rows[query.request][i] for i in query.node_ids.tolist()])
         if query.tokens is None:
             return rows
@@ -127,9 +93,11 @@ class KeptRows:
         return torch.from_numpy(_at(probs, np.zeros_like(query.tokens), query.tokens))
 
     def commit(self, commits: Sequence[Commit]) -> None:
+        self._inner.commit(commits)
         self._rows.commit(commits)
 
     def close(self, request_id: int) -> None:
+        self._inner.close(request_id)
         self._of.pop(request_id, None)
         self._rows.close(request_id)
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -63,6 +64,7 @@ class _ForkServer:
             for target, source in ((0, control), (1, self.log.fileno()), (2, self.log.fileno())):
                 os.dup2(source, target)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks and pipes of this process
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest captures with
             runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
         finally:
             os._exit(0)
@@ -85,25 +87,20 @@ def _has_one_thread() -> bool:
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1
 
 
-_server: _ForkServer | None = None
-
-
+@cache
 def start_fork_server() -> _ForkServer:
     """Returns this process's fork server; the first call starts it."""
-    global _server
-    if _server is None:
-        _server = _ForkServer()
-    return _server
+    return _ForkServer()
 
 
 def _connect() -> tuple[_ForkServer, socket.socket]:
-    global _server
-    with suppress(OSError):  # the server has been killed
+    server = start_fork_server()
+    try:
+        return server, server.connect()
+    except OSError:  # the server has been killed
+        start_fork_server.cache_clear()
         server = start_fork_server()
         return server, server.connect()
-    _server = None
-    server = start_fork_server()
-    return server, server.connect()
 
 
 class Processes:
@@ -129,12 +126,12 @@ class Processes:
         per_rank = threads or max(1, (os.cpu_count() or 1) // size)
         limits = {"OMP_NUM_THREADS": str(per_rank), "MKL_NUM_THREADS": str(per_rank)}
         request = {
-            "address": address,
+            "address": address,  # of the store at which all ranks meet
             "port": port,
-            "size": size,
+            "size": size,  # ranks with rank 0
             "threads": per_rank,
-            "logs": str(self._logs),
-            "keep_logs": self._keep_logs,
+            "logs": str(self._logs),  # folder of rank<r>.log
+            "keep_logs": self._keep_logs,  # else the keeper removes the folder at its end
             "environment": {**os.environ, **limits},
             "path": [p for p in sys.path if p],
         }

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specdec.sampling.transform import SamplingParams
+from specdec.executors.stage import OpenedRequest
 from specdec.types import Batch, Commit, IntArray
 
 _WORD = 8
@@ -45,14 +45,6 @@ class Kind(IntEnum):
 REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
 
 ReplyKey: TypeAlias = tuple[Kind, int]  # kind of a reply, and the rank that sends it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedRequest:
-    id: int
-    max_cached: int  # maximum number of tokens in its caches
-    sampling: SamplingParams
-    tokens: IntArray  # int64[T], the prompt, if the transform reads it; otherwise empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +115,8 @@ ANY_FAILED = "failed"  # this key is set after the first failure of any rank
 
 
 def store_key(what: str, *numbers: int) -> str:
-    """Returns a key of the store: started/RANK; ready/SESSION/RANK; captured/RUN/RANK, before a
-    timed run; heartbeat/RANK, JSON [counter, current operation]; report/SESSION/REQUEST/RANK, JSON;
-    failed/RANK, JSON that says why the rank ended (``worker.serve``).
+    """Returns a key of the store: started/RANK; ready/SESSION/RANK; heartbeat/RANK, JSON [counter,
+    current operation]; report/SESSION/REQUEST/RANK, JSON; failed/RANK, JSON that says why the rank
+    ended (``worker.serve``).
     """
     return "/".join(map(str, (what, *numbers)))

@@ -2,7 +2,7 @@
 
 On GPUs every process has one of its own. If target and draft share their devices
 (``executor.shared``), they work in turns, and rank 0 and the target's last rank, which has no part
-of the draft, share a GPU: N devices, N + 1 processes. No NCCL communicator contains both.
+of the draft, share a GPU: N devices, N + 1 processes.
 """
 
 import os
@@ -14,7 +14,8 @@ import torch
 
 from specdec.errors import UserError
 from specdec.executors.layout import StageLayout
-from specdec.types import HiddenName
+from specdec.executors.models import Blocks
+from specdec.types import HiddenName, Needs
 
 _LOCAL_RANK = "LOCAL_RANK"  # set by torchrun
 
@@ -38,21 +39,6 @@ class RankPlan:
     def has_side_outputs(self) -> bool:
         return bool(self.exits or self.hidden or self.early)
 
-    @property
-    def captured(self) -> tuple[HiddenName, ...]:
-        return self.hidden + self.early
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitPlan:
-    """Output of early exits (``Output.exits``): at most ``candidates`` tokens per node and exit.
-
-    If ``sample``, they are sampled, and full distributions are sent with them.
-    """
-
-    candidates: int
-    sample: bool
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
@@ -60,22 +46,19 @@ class _Plan:
     model: Mapping[str, Any]
     clock: Mapping[str, Any]
     threads: int | None = None  # torch threads per rank; None keeps the rank's setting
+    trace: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan(_Plan):
     ranks: tuple[RankPlan, ...]  # parts of ranks 1 .. N.
     seed: int
-    needs_probs: bool  # whether answers include distributions
+    needs: Needs  # what answers and exits contain
+    # number of ranks besides rank 0 in the run: N, plus ranks used by the draft only
+    num_ranks: int
     # number of ranks that share each layer; rank r receives rows from rank r - degree
     degree: int = 1
-    # number of ranks besides rank 0 in the run: N, plus ranks used by the draft only
-    num_ranks: int = 0
-    # num_blocks and block_tokens: size of each rank's paged cache; ``num_blocks`` None: not paged
-    num_blocks: int | None = None
-    block_tokens: int = 16
-    exits: ExitPlan | None = None  # None without early exits
-    trace: bool = False
+    blocks: Blocks = (None, 16)  # of each rank's paged cache
     shared_with_draft: bool = False  # whether the draft uses the same devices in turns
 
     @property
@@ -107,7 +90,6 @@ class SessionPlan(_Plan):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan(_Plan):
     peers: tuple[int, ...]
-    trace: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -152,8 +134,7 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
     """Raises ``UserError``, with layouts that fit, if there are more processes (rank 0 included)
     than GPUs.
 
-    Two processes on one GPU would wait for each other's kernels and hold two sets of weights, and
-    NCCL refuses them.
+    Two processes on one GPU would wait for each other's kernels and hold two sets of weights.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own

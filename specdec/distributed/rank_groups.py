@@ -7,7 +7,6 @@ Slurm (``use_group``).
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,13 +19,7 @@ from specdec.errors import UserError
 _ADDRESS = "127.0.0.1"
 
 
-@dataclass(slots=True)
-class _SharedGroup:
-    group: RankGroup
-    num_handles: int = 0
-
-
-_local: dict[tuple[int, int | None, int], _SharedGroup] = {}
+_local: dict[tuple[int, int | None, int], RankGroup] = {}
 """Maps (size, threads, number) to a group."""
 _external: RankGroup | None = None
 _logs: Path | None = None
@@ -86,11 +79,11 @@ class GroupHandle:
                 )
             self.group = _external
             return
-        shared = _local.get(self._key)
-        if shared is None or not shared.group.alive:
-            shared = _local[self._key] = _SharedGroup(_start(self._key[0], threads))
-        shared.num_handles += 1
-        self.group = shared.group
+        group = _local.get(self._key)
+        if group is None or not group.alive:
+            group = _local[self._key] = _start(self._key[0], threads)
+        group.num_handles += 1
+        self.group = group
 
     def release(self, *, broken: bool = False) -> None:
         if broken:
@@ -98,12 +91,11 @@ class GroupHandle:
         if self._released or self.group is _external:
             return
         self._released = True
-        shared = _local.get(self._key)
-        if shared is not None and shared.group is self.group:
-            shared.num_handles -= 1
-            if not shared.num_handles:
+        self.group.num_handles -= 1
+        if not self.group.num_handles:
+            if _local.get(self._key) is self.group:
                 del _local[self._key]
-                self.group.close()
+            self.group.close()
 
 
 def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | None, int]:
@@ -111,7 +103,7 @@ def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | Non
     own = size, threads, number
     if threads is None:
         return own
-    alike = [key for key, shared in _local.items() if shared.group.alive and key[1:] == own[1:]]
+    alike = [key for key, group in _local.items() if group.alive and key[1:] == own[1:]]
     return min((key for key in alike if key[0] >= size), default=own)
 
 
@@ -128,6 +120,6 @@ def _start(size: int, threads: int | None) -> RankGroup:
 
 @atexit.register
 def _kill_all() -> None:
-    for group in [shared.group for shared in _local.values()]:
+    for group in _local.values():
         group.kill()
     _local.clear()

@@ -6,10 +6,10 @@ import torch
 from specdec.clocks import Clock
 from specdec.clocks.meter import Meter
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.plan import DraftPlan, ExitPlan, SessionPlan, check_gpus, plan_ranks
+from specdec.distributed.plan import DraftPlan, SessionPlan, check_gpus, plan_ranks
 from specdec.distributed.shared_draft import DraftGroup
 from specdec.executors.layout import PipelinePlan
-from specdec.executors.models import ModelPair
+from specdec.executors.models import Blocks, ModelPair
 from specdec.models.runner import ModelRunner
 from specdec.pairs import HuggingFacePair
 from specdec.types import Needs
@@ -54,13 +54,11 @@ class Ranks:
         bounds: Sequence[tuple[int, int]],
         exits: Sequence[int],
         seed: int,
-        blocks: tuple[int | None, int],
+        blocks: Blocks,
         clock: Clock,
         meter: Meter,
     ) -> DistributedExecutor:
-        """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``. ``blocks``:
-        (blocks in each stage's paged cache or None, tokens per block).
-        """
+        """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``."""
         layout = plan.layout
         if self._model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
             check_gpus(layout, plan.num_ranks + 1, torch.cuda.device_count())
@@ -74,15 +72,13 @@ class Ranks:
         )
         session = SessionPlan(
             ranks=parts,
-            exits=ExitPlan(candidates=needs.exits, sample=needs.draft_probs) if exits else None,
             degree=layout.degree,
             num_ranks=plan.num_ranks if self._draft is not None else len(parts),
             model=self._model,
             seed=seed,
-            needs_probs=needs.target_probs,
+            needs=needs,
             shared_with_draft=layout.shared,
-            num_blocks=blocks[0],
-            block_tokens=blocks[1],
+            blocks=blocks,
             **self._shared,
         )
         draft, self._draft = self._draft, None

@@ -4,22 +4,23 @@ Rank 0 records every call on a cache of the draft and sends the list with each f
 other ranks thus cache the same entries (for their own heads) and join the pass's collectives.
 """
 
+from __future__ import annotations
+
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
-import torch
-
 from specdec.attention.tree_attention import EMPTY, Rows, TreeCache
-from specdec.clocks import Timeline, WallClock, Work
-from specdec.clocks.build import build_clock
+from specdec.clocks import Work
 from specdec.clocks.meter import Meter
 from specdec.distributed.messages import Kind, Message
 from specdec.distributed.plan import DraftPlan
 from specdec.distributed.rank_groups import GroupHandle
+from specdec.distributed.stage_worker import RankSession
 from specdec.distributed.transport import PeerLost
 from specdec.models.runner import ModelRunner, RunnerOutput
 from specdec.pairs import HuggingFacePair, ModelPair
@@ -47,43 +48,8 @@ class Calls(NamedTuple):
     logits_rows: IntArray | None  # indices of rows that need logits; None: all
 
 
-class CallList:
-    def __init__(self) -> None:
-        self._calls: list[Call] = []
-        self._rows: list[Rows] = []
-        self._dropped: list[int] = []  # separate: a finalizer may run during another call
-        self._num_caches = 0
-
-    def make(self, capacity: int) -> int:
-        number = self._num_caches
-        self._num_caches += 1
-        self.add("make", number, capacity)
-        return number
-
-    def rows(self, cache: int, rows: Rows, prefix: IntArray, tree: TreeRows | None) -> None:
-        self._rows.append(rows)
-        self.add("rows", cache, prefix, tree)
-
-    def add(self, name: str, cache: int, *arguments: Any) -> None:
-        self._calls.append(Call(name, cache, arguments))
-
-    def drop(self, cache: int) -> None:
-        self._dropped.append(cache)
-
-    def take(self, rows: Sequence[Rows], logits_rows: IntArray | None) -> Calls:
-        """Returns the recorded calls, followed by a pass over ``rows``, and starts a new list."""
-        numbers = {id(known): number for number, known in enumerate(self._rows)}
-        while self._dropped:
-            self.add("drop", self._dropped.pop())
-        taken = Calls(self._calls, [numbers[id(part)] for part in rows], logits_rows)
-        self._calls, self._rows = [], []
-        return taken
-
-
-class DraftSession:
-    """One rank's share of the draft model, with the caches of its heads; ``doing`` is for the
-    diagnosis of hangs.
-    """
+class DraftSession(RankSession):
+    """One rank's share of the draft model, with the caches of its heads."""
 
     def __init__(
         self,
@@ -93,25 +59,16 @@ class DraftSession:
         pair: ModelPair,
         join: Callable[[Sequence[int]], Collective],
     ) -> None:
-        from specdec.pairs import HuggingFacePair
-
         assert isinstance(pair, HuggingFacePair), "only pairs with a draft model share it"
-        meter = Meter()
-        self._timeline = Timeline() if plan.trace else None
-        clock = build_clock(plan.clock, meter, rank=rank, timeline=self._timeline)
-        assert isinstance(clock, WallClock), "other clocks start no ranks"
-        self._rank = rank
-        self._clock = clock
-        self._runner = pair.runner("draft", meter, join(plan.peers))
+        super().__init__(rank, plan)
+        self._runner = pair.runner("draft", self._meter, join(plan.peers))
         self._caches: dict[int, TreeCache] = {}
-        self.rows = 0
-        self.doing = "waiting for rank 0"
 
-    def replay(self, step: int, calls: Calls) -> None:
-        if self._timeline is not None:
-            self._timeline.step = step
+    def handle(self, kind: Kind, tick: int, body: Calls) -> None:
+        """Replays calls; ``tick`` is the loop's step."""
+        self._set_step(tick)
         rows: list[Rows] = []
-        for name, number, arguments in calls.calls:
+        for name, number, arguments in body.calls:
             if name == "make":
                 self._caches[number] = self._runner.new_cache(*arguments)
             elif name == "drop":
@@ -123,16 +80,11 @@ class DraftSession:
                 self._caches[number].commit(*arguments)
             else:
                 self._caches[number].truncate(*arguments)
-        self._pass([rows[number] for number in calls.rows], calls.logits_rows)
-
-    def report(self) -> dict[str, object]:
-        return {"clock": asdict(self._clock.report()), "rows": self.rows}
-
-    def _pass(self, inputs: Sequence[Rows], logits_rows: IntArray | None) -> None:
+        inputs = [rows[number] for number in body.rows]
         num_rows = sum(map(len, inputs))
         self.doing = f"computing {num_rows} rows of the draft"
         self._clock.start(self._rank)
-        self._runner.forward(inputs, logits_rows=logits_rows)
+        self._runner.forward(inputs, logits_rows=body.logits_rows)
         self._clock.charge(self._rank, Work.DRAFT, num_rows)
         self.rows += num_rows
         self.doing = "waiting for rank 0"
@@ -164,16 +116,16 @@ class DraftGroup:
         try:
             self._session = self._group.announce(plan)
             timeout = timedelta(seconds=timeout_s)
-            shared = self._group.connections.join(plan.peers, torch.device(pair.device), timeout)
+            shared = self._group.connections.join(plan.peers, timeout)
             runner = pair.runner("draft", meter, shared)
             self._group.await_ready(self._session, plan.members)
         except BaseException:
             self._handle.release(broken=True)
             raise
         self._members = plan.members
-        self.runner = cast("ModelRunner", _RecordingRunner(runner, self))
+        self.runner = cast("ModelRunner", RecordingRunner(runner, self))
 
-    def send_calls(self, calls: Calls) -> None:
+    def send(self, calls: Calls) -> None:
         self._group.send(Message(Kind.DRAFT, self._session, self.step, calls), self._members)
 
     def reports(self) -> list[dict[str, Any]]:
@@ -190,24 +142,40 @@ class DraftGroup:
         self._handle.release(broken=broken)
 
 
-class _RecordingRunner:
+class RecordingRunner:
+    """Rank 0's share of the draft, which records the calls on its caches for the other ranks."""
+
     def __init__(self, inner: ModelRunner, group: DraftGroup) -> None:
         self._inner = inner
         self._group = group
-        self._calls = CallList()
+        self._numbers = itertools.count()
+        self._calls: list[Call] = []
+        self._rows: list[Rows] = []
+        self._dropped: list[int] = []  # separate: a finalizer may run during another call
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def add(self, name: str, cache: int, *arguments: Any) -> None:
+        self._calls.append(Call(name, cache, arguments))
+
+    def add_rows(self, cache: int, rows: Rows, prefix: IntArray, tree: TreeRows | None) -> None:
+        self._rows.append(rows)
+        self.add("rows", cache, prefix, tree)
+
     def new_cache(self, capacity: int) -> TreeCache:
-        inner = self._inner.new_cache(capacity)
-        number = self._calls.make(capacity)
-        cache = _RecordingCache(inner, number, self._calls)
-        weakref.finalize(cache, self._calls.drop, number)
+        number = next(self._numbers)
+        self.add("make", number, capacity)
+        cache = _RecordingCache(self._inner.new_cache(capacity), number, self)
+        weakref.finalize(cache, self._dropped.append, number)
         return cast("TreeCache", cache)
 
     def forward(self, rows: Sequence[Rows], *, logits_rows: IntArray | None = None) -> RunnerOutput:
-        self._group.send_calls(self._calls.take(rows, logits_rows))
+        numbers = {id(known): number for number, known in enumerate(self._rows)}
+        while self._dropped:
+            self.add("drop", self._dropped.pop())
+        self._group.send(Calls(self._calls, [numbers[id(part)] for part in rows], logits_rows))
+        self._calls, self._rows = [], []
         start = time.monotonic()
         try:
             return self._inner.forward(rows, logits_rows=logits_rows)
@@ -216,23 +184,23 @@ class _RecordingRunner:
 
 
 class _RecordingCache:
-    def __init__(self, inner: TreeCache, number: int, calls: CallList) -> None:
+    def __init__(self, inner: TreeCache, number: int, runner: RecordingRunner) -> None:
         self._inner = inner
         self._number = number
-        self._calls = calls
+        self._runner = runner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         rows = self._inner.rows(prefix_tokens=prefix_tokens, tree=tree)
-        self._calls.rows(self._number, rows, prefix_tokens, tree)
+        self._runner.add_rows(self._number, rows, prefix_tokens, tree)
         return rows
 
     def commit(self, commit: Commit) -> None:
         self._inner.commit(commit)
-        self._calls.add("commit", self._number, replace(commit, hidden={}))
+        self._runner.add("commit", self._number, replace(commit, hidden={}))
 
     def truncate(self, length: int) -> None:
         self._inner.truncate(length)
-        self._calls.add("truncate", self._number, length)
+        self._runner.add("truncate", self._number, length)

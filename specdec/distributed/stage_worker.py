@@ -13,19 +13,13 @@ import torch
 from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.kept_rows import KeptRows, Query
+from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, Message, States
-from specdec.distributed.plan import RankPlan, SessionPlan
-from specdec.distributed.transport import (
-    CPU,
-    ROWS,
-    Connections,
-    ControlLink,
-    RowReceiver,
-    RowSender,
-)
-from specdec.executors.stage import ExitReader, InFlight, InFlightRows, PipelineStage, Stage
-from specdec.pairs import ModelPair
+from specdec.distributed.plan import DraftPlan, SessionPlan
+from specdec.distributed.transport import ROWS, Connections, ControlLink, RowReceiver
+from specdec.executors.pipeline import load_stage
+from specdec.executors.stage import InFlight, InFlightRows, Stage
+from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
 
@@ -40,41 +34,31 @@ class StageLinks:
         connections: Connections,
         link: ControlLink,
         session: int,
-        before: int,
-        after: int,
+        neighbours: tuple[int, int],
     ) -> None:
-        """``before`` and ``after`` are ranks, 0 without one; ``link`` is that to rank 0."""
+        """``neighbours`` are the ranks before and after, 0 without one; ``link`` is to rank 0."""
         self._link = link
         self._session = session
-        layers = stage.layers
-        self._has_model = layers is not None
-        device, dtype, width = CPU, torch.float32, 1
-        if layers is not None:
-            runner = layers.runner
-            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
-        self._zeros = torch.zeros(0, 1)
-        self._sender = self._receiver = None
-        connect = connections.stage_peer
-        if after:
-            peer, wire = connect(after, device, max_pending=_MAX_PENDING)
-            self._sender = RowSender(peer, ROWS + session, wire)
-        if before:
-            peer, wire = connect(before, device, max_pending=_MAX_PENDING)
-            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
+        dtype, width = torch.float32, 1
+        if stage.layers is not None:
+            dtype, width = stage.layers.runner.dtype, stage.layers.runner.hidden_size
+        self._tag = ROWS + session
+        before, after = (
+            connections.peer(rank, max_pending=_MAX_PENDING) if rank else None
+            for rank in neighbours
+        )
+        self._after, self._receiver = after, None
+        if before is not None:
+            self._receiver = RowReceiver(before, self._tag, width=width, dtype=dtype)
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
-        assert self._sender is not None, "the last stage has no receiver"
-        if rows is None:
-            if num_rows > len(self._zeros):
-                self._zeros = torch.zeros(2 * num_rows, 1)
-            rows = self._zeros[:num_rows]
-        self._sender.send(rows)
+        assert self._after is not None, "the last stage has no receiver"
+        self._after.send_rows(torch.zeros(num_rows, 1) if rows is None else rows, self._tag)
 
-    def receive_rows(self, num_rows: int) -> torch.Tensor | None:
+    def receive_rows(self, num_rows: int) -> torch.Tensor:
         assert self._receiver is not None, "the first stage has no sender"
-        rows = self._receiver.receive(num_rows)
-        return rows if self._has_model else None
+        return self._receiver.receive(num_rows)
 
     def release_rows(self) -> None:
         if self._receiver is not None:
@@ -84,37 +68,87 @@ class StageLinks:
         self._link.send(Message(kind, self._session, tick, body).pack())
 
 
-class StageSession:
-    """State of one rank in a session; ``doing`` is its current operation, for the diagnosis of
+class RankSession:
+    """One rank's part of what rank 0 runs; ``doing`` is its current operation, for the diagnosis of
     hangs.
     """
 
+    def __init__(self, rank: int, plan: SessionPlan | DraftPlan) -> None:
+        self._meter = Meter()
+        timeline = Timeline() if plan.trace else None
+        clock = build_clock(plan.clock, self._meter, rank=rank, timeline=timeline)
+        assert isinstance(clock, WallClock), "other clocks start no ranks"
+        self._rank, self._clock = rank, clock
+        self.doing = "waiting for rank 0"
+        self.rows = 0  # computed so far
+
+    def handle(self, kind: Kind, tick: int, body: Any) -> None:
+        """Does what a message says."""
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any]:
+        return {"clock": asdict(self._clock.report()), "rows": self.rows}
+
+    def _set_step(self, step: int) -> None:
+        """Sets the loop's step (which restarts with each run) for the spans that follow."""
+        if self._clock.timeline is not None:
+            self._clock.timeline.step = step
+
+
+class StageSession(RankSession):
     def __init__(
         self,
         *,
         rank: int,
         plan: SessionPlan,
-        stage: PipelineStage,
-        kept: KeptRows | None,
-        clock: WallClock,
-        links: StageLinks,
+        pair: ModelPair,
+        make_links: Callable[[Stage], StageLinks],
+        join: Callable[[Sequence[int]], Collective] | None = None,
     ) -> None:
-        """Only the last rank has, if a part needs distributions, ``kept``."""
-        self._rank = rank
+        """Loads the rank's layers; ``make_links`` connects them with other stages, ``join`` with
+        ranks that share them.
+        """
+        super().__init__(rank, plan)
         self._plan = part = plan.ranks[rank - 1]
         self._is_last = rank == len(plan.ranks)
         self._sender, self._receiver = plan.neighbours(rank)
         # Whether rows arrive within the step, from a rank of the same stage.
         self._is_inner = bool(self._sender) and plan.ranks[self._sender - 1].group == part.group
-        self._stage = stage
-        self._kept = kept
-        self._parts = [item for item in (stage, kept) if item is not None]
-        self._clock = clock
-        self._links = links
+        draws, answerer = KeyedDraws(seed=plan.seed), None
+        if self._is_last:
+            answerer = pair.answerer(draws=draws, needs_probs=plan.needs.target_probs)
+            if plan.needs.target_probs:
+                answerer = KeptRows(answerer)
+        shared = {}
+        if part.peers and isinstance(pair, HuggingFacePair):
+            assert join is not None, "ranks that share layers are connected"
+            shared["group"] = join(part.peers)
+        self._stage = load_stage(
+            pair,
+            part.layers,
+            plan.needs,
+            exits=part.exits,
+            capture=part.hidden + part.early,
+            meter=self._meter,
+            draws=draws,
+            blocks=plan.blocks,
+            answerer=answerer,
+            **shared,
+        )
+        self._links = make_links(self._stage.stage)
         self._in_flight = InFlightRows()
         self._computed: int | None = None  # tick of entry of the rows to send
         self._answered = False
-        self.doing = "idle"
+
+    def handle(self, kind: Kind, tick: int, body: Any) -> None:
+        if kind is Kind.BEGIN:
+            self.begin(tick, body)
+        elif kind is Kind.END:
+            self.end(tick, body)
+        else:
+            kept = self._stage.answerer
+            assert isinstance(kept, KeptRows), "only the last rank keeps distributions"
+            self._links.reply(Kind.ROWS, tick, kept.reply(body))
 
     def begin(self, tick: int, entry: Entry) -> None:
         self._enter(tick, entry)
@@ -135,8 +169,7 @@ class StageSession:
         clock.align(sender, rank)
         computed = None if self._computed is None else self._in_flight.take(self._computed)
         if commits:
-            for part in self._parts:
-                part.commit(commits)
+            self._stage.commit(commits)
             pruned = sum(commit.num_examined for commit in commits)
             clock.charge(rank, Work.PRUNE, pruned)
             clock.charge(sender, Work.PRUNE, pruned)
@@ -145,31 +178,13 @@ class StageSession:
             self._set_step(ending.entry.batch.step + 1)
             self._compute(tick + 1, tick + 2 - self._plan.group)
 
-    def query(self, number: int, query: Query) -> None:
-        assert self._kept is not None, "only the last rank keeps distributions"
-        self._links.reply(Kind.ROWS, number, self._kept.answer(query))
-
-    @property
-    def rows(self) -> int:
-        return self._stage.rows
-
-    def report(self) -> dict[str, object]:
-        return {"clock": asdict(self._clock.report()), "rows": self.rows}
-
-    def _set_step(self, step: int) -> None:
-        """Sets the loop's step (which restarts with each run) for the spans that follow."""
-        if self._clock.timeline is not None:
-            self._clock.timeline.step = step
-
     def _enter(self, tick: int, entry: Entry) -> None:
         for request_id in entry.closes:
             self._in_flight.close(request_id)
-            for part in self._parts:
-                part.close(request_id)
+            self._stage.close(request_id)
         for opened in entry.opens:
             self._in_flight.open(opened.id, tick)
-            for part in self._parts:
-                part.open(opened)
+            self._stage.open(opened)
         self._in_flight.enter(tick, entry.batch)
 
     def _compute(self, tick: int, entered: int) -> None:
@@ -190,6 +205,7 @@ class StageSession:
             clock.charge(sender, Work.TRANSFER, num_rows)
             clock.follow(rank, sender)
         out, exits = self._stage.compute(flight)
+        self.rows += num_rows
         if not self._is_last:  # the last rank answers before it posts a receive
             self._links.release_rows()
         clock.charge(rank, Work.STAGE, num_rows)
@@ -208,8 +224,6 @@ class StageSession:
         else:
             self._in_flight.drop(entered)
         if answers := self._stage.answer(batch, out):
-            if self._kept is not None and out.logits is not None:
-                answers = self._kept.keep(batch, answers, out.logits)
             clock.charge(rank, Work.HEAD, batch.num_nodes)
             self._links.reply(Kind.ANSWERS, tick, answers)
             self._answered = True
@@ -226,55 +240,3 @@ class StageSession:
             num_rows = 1
         self._clock.charge(self._rank, Work.TRANSFER, num_rows)
         self.doing = "waiting for rank 0"
-
-
-def build_session(
-    *,
-    rank: int,
-    plan: SessionPlan,
-    pair: ModelPair,
-    make_links: Callable[[Stage], StageLinks],
-    join: Callable[[Sequence[int]], Collective] | None = None,
-) -> StageSession:
-    """Builds one rank's part of a session; ``make_links`` connects it with other stages, ``join``
-    with ranks that share its layers.
-    """
-    meter, part = Meter(), plan.ranks[rank - 1]
-    stage = _load_stage(pair, part, meter, join).paged(plan.num_blocks, plan.block_tokens)
-    draws = KeyedDraws(seed=plan.seed)
-    answerer = exits = None
-    is_last = rank == len(plan.ranks)
-    if is_last:
-        answerer = pair.answerer(draws=draws, needs_probs=plan.needs_probs)
-    if part.exits and plan.exits is not None:
-        num, sample = plan.exits.candidates, plan.exits.sample
-        exits = ExitReader(num_candidates=num, draws=draws, sample=sample)
-    clock = build_clock(plan.clock, meter, rank=rank, timeline=Timeline() if plan.trace else None)
-    assert isinstance(clock, WallClock), "other clocks start no ranks"
-    return StageSession(
-        rank=rank,
-        plan=plan,
-        stage=PipelineStage(stage, answerer=answerer, exits=exits),
-        kept=KeptRows() if is_last and plan.needs_probs else None,
-        clock=clock,
-        links=make_links(stage),
-    )
-
-
-def _load_stage(
-    pair: ModelPair,
-    part: RankPlan,
-    meter: Meter,
-    join: Callable[[Sequence[int]], Collective] | None,
-) -> Stage:
-    from specdec.pairs import HuggingFacePair
-
-    if part.peers and isinstance(pair, HuggingFacePair):
-        assert join is not None, "ranks that share layers are connected"
-        group = join(part.peers)
-        if part.exits:
-            return pair.exit_stage(*part.layers, meter, part.exits, group)
-        return pair.stage(*part.layers, meter, group, part.captured)
-    if part.exits:
-        return pair.exit_stage(*part.layers, meter, part.exits)
-    return pair.stage(*part.layers, meter, capture=part.captured)

@@ -3,6 +3,7 @@
 ``fork_server`` runs it for ``specdec run``, ``torchrun`` for torchrun and Slurm.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -10,9 +11,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,24 +21,13 @@ import torch.distributed as dist
 
 from specdec.clocks.timed_runs import begin_timed_run, end_timed_run
 from specdec.distributed.launch import NOTE
-from specdec.distributed.messages import (
-    ANY_FAILED,
-    HEARTBEAT_S,
-    Kind,
-    Message,
-    store_key,
-)
+from specdec.distributed.messages import ANY_FAILED, HEARTBEAT_S, Kind, Message, store_key
 from specdec.distributed.plan import DraftPlan, SessionPlan, own_gpu
 from specdec.distributed.shared_draft import DraftSession
-from specdec.distributed.stage_worker import StageLinks, StageSession, build_session
-from specdec.distributed.transport import (
-    Connections,
-    ControlLink,
-    PeerLost,
-)
+from specdec.distributed.stage_worker import RankSession, StageLinks, StageSession
+from specdec.distributed.transport import Connections, ControlLink, PeerLost
 from specdec.errors import UserError
 from specdec.pairs import ModelPair, build_pair
-from specdec.tensor_parallel import Collective
 
 _MAX_PENDING = 16
 
@@ -60,15 +50,14 @@ class Worker:
         self.rank = rank
         self._unanswered = 0  # heartbeat intervals since the store has answered
         self._store = store
+        store.set(store_key("heartbeat", rank), json.dumps([0, "connecting"]))
         store.set(store_key("started", rank), socket.gethostname())
         self.connections = Connections(store, rank, size, loopback=loopback)
         self.link = ControlLink(self.connections.peer(0, max_pending=_MAX_PENDING))
         self._pairs: dict[str, ModelPair] = {}
-        self._sessions: dict[int, StageSession] = {}
-        self._drafts: dict[int, DraftSession] = {}
-        self._current: StageSession | DraftSession | None = None
+        self._sessions: dict[int, RankSession] = {}
+        self._current: RankSession | None = None
         self._loading = ""
-        self._on_gpu = False
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         if timeout_s is not None:
             threading.Thread(target=self._watch_store, args=(timeout_s,), daemon=True).start()
@@ -82,68 +71,52 @@ class Worker:
                 self._handle(*message)
 
     def _handle(self, kind: Kind, session: int, tick: int, body: Any) -> None:
-        if kind is Kind.END:
-            self._current = stage = self._sessions[session]
-            stage.end(tick, body)
-        elif kind is Kind.BEGIN:
-            self._current = stage = self._sessions[session]
-            stage.begin(tick, body)
-        elif kind is Kind.DRAFT:
-            self._current = draft = self._drafts[session]
-            draft.replay(tick, body)
-        elif kind is Kind.QUERY:
-            self._sessions[session].query(tick, body)
+        if kind is Kind.SETUP:
+            self._set_up(session, body)
         elif kind is Kind.BEGIN_TIMED:
             begin_timed_run()
-            self._store.set(store_key("captured", tick, self.rank), "1")
+            self._report(session, tick, None)
         elif kind is Kind.END_TIMED:
             end_timed_run()
-        elif kind is Kind.SETUP:
-            self._set_up(session, body)
         elif kind is Kind.REPORT:
-            self._store.set(
-                store_key("report", session, tick, self.rank), json.dumps(self.report(session))
-            )
+            self._report(session, tick, self.report(session))
         elif kind is Kind.RELEASE:
-            closed = self._sessions.pop(session, None) or self._drafts.pop(session, None)
+            closed = self._sessions.pop(session, None)
             _log(f"session {session}: closed after {closed.rows if closed else 0} rows")
+        else:
+            self._current = self._sessions[session]
+            self._current.handle(kind, tick, body)
+
+    def _report(self, session: int, number: int, report: Any) -> None:
+        self._store.set(store_key("report", session, number, self.rank), json.dumps(report))
 
     def _set_up(self, session: int, plan: SessionPlan | DraftPlan) -> None:
         self._loading, start = "loading its layers", time.monotonic()
+        pair = self._pair(plan)
         if isinstance(plan, DraftPlan):
-            self._drafts[session] = DraftSession(
-                rank=self.rank, plan=plan, pair=self._pair(plan), join=self._join
-            )
             what = "share of the draft"
+            self._sessions[session] = DraftSession(
+                rank=self.rank, plan=plan, pair=pair, join=self.connections.join
+            )
         else:
-            self._sessions[session] = self._stage(session, plan)
             part = plan.ranks[self.rank - 1]
             what = f"stage {part.group}, layers {part.layers}"
+            self._sessions[session] = StageSession(
+                rank=self.rank,
+                plan=plan,
+                pair=pair,
+                make_links=partial(
+                    StageLinks,
+                    connections=self.connections,
+                    link=self.link,
+                    session=session,
+                    neighbours=plan.neighbours(self.rank),
+                ),
+                join=self.connections.join,
+            )
         self._loading = ""
         _log(f"session {session}: {what} ready after {time.monotonic() - start:.1f} s")
         self._store.set(store_key("ready", session, self.rank), "1")
-
-    def _stage(self, session: int, plan: SessionPlan) -> StageSession:
-        before, after = plan.neighbours(self.rank)
-        return build_session(
-            rank=self.rank,
-            plan=plan,
-            pair=self._pair(plan),
-            make_links=lambda stage: StageLinks(
-                stage,
-                connections=self.connections,
-                link=self.link,
-                session=session,
-                before=before,
-                after=after,
-            ),
-            join=self._join,
-        )
-
-    def _join(self, peers: Sequence[int]) -> Collective:
-        index = torch.cuda.current_device() if self._on_gpu else None
-        device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        return self.connections.join(peers, device)
 
     def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
         if plan.threads is not None:
@@ -154,30 +127,26 @@ class Worker:
             device = own_gpu(self.rank, shared_with_draft=shared)
             torch.cuda.set_device(device)
             model["device"] = str(device)
-            self._on_gpu = True
         key = json.dumps(model, sort_keys=True)
         if key not in self._pairs:
             self._pairs[key] = build_pair(model).without_target()
         return self._pairs[key]
 
-    def report(self, session: int) -> dict[str, object]:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        sent = self.connections.num_bytes
-        used = {"bytes_sent": sent, "cpu_s": time.process_time(), "peak_bytes": peak}
-        ran = self._sessions[session] if session in self._sessions else self._drafts[session]
-        return {**ran.report(), **used}
+    def report(self, session: int) -> dict[str, Any]:
+        return {
+            **self._sessions[session].report(),
+            "bytes_sent": self.connections.num_bytes,
+            "cpu_s": time.process_time(),
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
 
     def _send_heartbeats(self) -> None:
-        number = 0
-        while True:
+        for number in itertools.count(1):
             current = self._current
             doing = self._loading or (current.doing if current is not None else "idle")
-            number += 1
             with suppress(RuntimeError):
                 self._store.set(store_key("heartbeat", self.rank), json.dumps([number, doing]))
-                self._store.check(
-                    [store_key("heartbeat", self.rank)]
-                )  # ``set`` waits for no answer
+                self._store.check([ANY_FAILED])  # ``set`` waits for no answer
                 self._unanswered = 0
             threading.Event().wait(HEARTBEAT_S)
 

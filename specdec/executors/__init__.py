@@ -6,7 +6,7 @@ from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from specdec.executors.early_exit import EarlyExitExecutor, FirstStage
-    from specdec.executors.exits import ExitHead, ExitStage
+    from specdec.executors.exits import ExitStage, NormHead
     from specdec.executors.local import LocalExecutor
     from specdec.executors.pipeline import PipelineExecutor
     from specdec.executors.replicas import ReplicasExecutor

@@ -27,7 +27,7 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.layout import EarlyExitPlan
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair
-from specdec.executors.stage import Answerer, Stage, StageGroup, StageOutput, row_items
+from specdec.executors.stage import StageGroup, StageOutput, row_items, tree_slices
 from specdec.metrics.counters import SourceCounters
 from specdec.parts.fields import Count
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -42,9 +42,9 @@ class Segment:
     stages: int  # number of stages of the latency profile that the layers are charged as
 
 
-class FirstStage:
-    """The target's first layers with one or more exits (``layers`` before each), and their results
-    for live nodes.
+class FirstStage(StageGroup):
+    """The target's first ``num_layers`` layers with one or more exits, and their results for live
+    nodes.
 
     A node's hidden state after the last segment that it has passed is stored until a later segment
     or, once the node is submitted, the rest of the target needs it. ``counters`` has passes and
@@ -52,11 +52,13 @@ class FirstStage:
     """
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
+        super().__init__([segment.stage for segment in segments])
         self._segments = tuple(segments)
         self._hidden: list[NodeMap[torch.Tensor]] = [NodeMap() for _ in self._segments]
         self._logits: list[NodeMap[torch.Tensor]] = [NodeMap() for _ in self._segments]
+        self._results = *self._hidden, *self._logits
         self._clock = clock
-        self.layers = tuple(segment.layer for segment in self._segments)
+        self.num_layers = self._segments[-1].layer
         self.counters = SourceCounters()
 
     @staticmethod
@@ -82,16 +84,9 @@ class FirstStage:
         ]
         return FirstStage(segments=segments, clock=clock)
 
-    def page(self, num_blocks: int, block_tokens: int) -> None:
-        self._segments = tuple(
-            replace(segment, stage=segment.stage.paged(num_blocks, block_tokens))
-            for segment in self._segments
-        )
-
     def open(self, request_id: int, max_len: int) -> None:
-        for segment in self._segments:
-            segment.stage.open(request_id, max_len)
-        for results in (*self._hidden, *self._logits):
+        super().open(request_id, max_len)
+        for results in self._results:
             results.open(request_id)
 
     def logits(
@@ -135,15 +130,13 @@ class FirstStage:
         return self._packed(len(self._segments) - 1, batch, prompts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        for segment in self._segments:
-            segment.stage.commit(commits)
-        for results in (*self._hidden, *self._logits):
+        super().commit(commits)
+        for results in self._results:
             results.commit(commits)
 
     def close(self, request_id: int) -> None:
-        for segment in self._segments:
-            segment.stage.close(request_id)
-        for results in (*self._hidden, *self._logits):
+        super().close(request_id)
+        for results in self._results:
             results.close(request_id)
 
     def _missing(self, number: int, request: RequestState, slots: IntArray) -> IntArray:
@@ -171,19 +164,14 @@ class FirstStage:
             clock.charge(CONTROLLER, Work.STAGE, batch.num_tokens)
         for logits in out.exit_logits.values():
             clock.charge(CONTROLLER, Work.EXIT, batch.num_nodes)
-            start = 0
-            for rows in batch.trees:
-                stop = start + len(rows.node_ids)
-                self._logits[number].update(rows.request, rows.node_ids, logits[start:stop])
-                start = stop
-        passed, start = {}, 0
+            for tree, rows in tree_slices(batch.trees):
+                self._logits[number].update(tree.request, tree.node_ids, logits[rows])
+        passed = {}
         for item in row_items(batch):
-            middle, stop = start + len(item.prefill_tokens), start + item.num_rows
-            passed[item.request] = out.hidden[start:middle]
+            passed[item.request] = out.hidden[item.prompt_rows]
             if item.tree is not None:
-                states = out.hidden[middle:stop]
+                states = out.hidden[item.tree_rows]
                 self._hidden[number].update(item.request, item.tree.node_ids, states)
-            start = stop
         return passed
 
     def _packed(
@@ -232,22 +220,11 @@ class EarlyExitExecutor(LocalExecutor):
                 "executor=early_exit verifies drafts of the target's first layers: use it with"
                 " source=early_exit, or choose executor=local or executor=pipeline"
             )
-        num_blocks, block_tokens = blocks
-        if num_blocks is not None:
-            first_stage.page(num_blocks, block_tokens)
-        after = first_stage.layers[-1]
-        bounds = plan.bounds(pair, pair.exit_layer)
+        after = first_stage.num_layers
+        rest = pair.stage(after, pair.num_layers, meter)
         return cls(
-            first_stage=first_stage,
-            rest=pair.stage(after, pair.num_layers, meter).paged(*blocks),
+            stage=_WholeTarget((first_stage, rest)).paged(*blocks),
             answerer=pair.answerer(draws=draws, needs_probs=needs.target_probs),
             clock=clock,
-            stages=sum(last > after for _, last in bounds),
+            stages=sum(last > after for _, last in plan.bounds(pair, pair.exit_layer)),
         )
-
-    def __init__(
-        self, *, first_stage: FirstStage, rest: Stage, answerer: Answerer, clock: Clock, stages: int
-    ) -> None:
-        """``rest`` has the other layers; the clock is charged for it ``stages`` times."""
-        stage = _WholeTarget((first_stage, rest))
-        super().__init__(stage=stage, answerer=answerer, clock=clock, stages=stages)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,17 +28,7 @@ from specdec.executors.stage import (
 from specdec.types import Batch, HiddenName
 
 
-class ExitHead(Stage):
-    def run(
-        self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
-    ) -> StageOutput:
-        """Returns logits [W, V] in the order of ``batch.trees`` from packed hidden states [R, E],
-        or only updates its cache.
-        """
-        raise NotImplementedError
-
-
-class NormHead(ExitHead):
+class NormHead(Stage):
     def __init__(self, *, norm: nn.Module, output: nn.Module, meter: Meter) -> None:
         self._norm = norm
         self._output = output
@@ -48,6 +37,7 @@ class NormHead(ExitHead):
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
+        """Returns logits [W, V] in the order of ``batch.trees`` from packed states [R, E]."""
         if hidden is None or not wants_logits or not batch.trees:
             return StageOutput()
         rows = to_device(tree_row_index(row_items(batch)), hidden.device)
@@ -56,7 +46,7 @@ class NormHead(ExitHead):
 
 
 class ExitStage(StageGroup):
-    def __init__(self, *, body: ModelStage, heads: Mapping[int, ExitHead | ModelStage]) -> None:
+    def __init__(self, *, body: ModelStage, heads: Mapping[int, NormHead | ModelStage]) -> None:
         """``heads`` maps the number of target layers before an exit (PPSD's E), whose output
         ``body`` captures, to its head: a ``NormHead``, or a ``ModelStage`` of one decoder layer,
         with its own pool if it is paged.
@@ -64,13 +54,6 @@ class ExitStage(StageGroup):
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))
         super().__init__((body, *self._heads.values()))
-
-    def paged(self, num_blocks: int | None, block_tokens: int) -> ExitStage:
-        if num_blocks is None:
-            return self
-        size = num_blocks, block_tokens
-        heads: dict[int, Any] = {layer: head.paged(*size) for layer, head in self._heads.items()}
-        return ExitStage(body=self.body.paged(*size), heads=heads)
 
     @property
     def num_exits(self) -> int:

@@ -179,7 +179,4 @@ def layer_bounds(
         starts = range(0, num_layers, exit_layer)
         return [(start, min(start + exit_layer, num_layers)) for start in starts]
     head = models.head_cost if layout.balanced else 0.0
-    try:
-        return split_layers(num_layers, num_devices, head_layers=head)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return split_layers(num_layers, num_devices, head_layers=head)

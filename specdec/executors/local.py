@@ -14,7 +14,6 @@ from specdec.executors.stage import (
     with_hidden,
 )
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState
 from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output, Placement
@@ -40,7 +39,6 @@ class LocalExecutor(Executor):
         self._clock = clock
         self._num_stages = stages
         self._batch: Batch | None = None
-        self.counters = ExecutorCounters()
 
     @classmethod
     def plan(cls, models: ModelPair) -> ExecutorPlan:

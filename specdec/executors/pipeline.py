@@ -20,15 +20,16 @@ from specdec.executors.exits import ExitStage
 from specdec.executors.layout import PipelineOptions, PipelinePlan
 from specdec.executors.models import Blocks, ModelPair, OverRanks, deliverable
 from specdec.executors.stage import (
+    Answerer,
     ExitReader,
     InFlight,
     InFlightRows,
     PipelineStage,
+    Stage,
     with_early,
     with_hidden,
 )
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Output
@@ -68,7 +69,6 @@ class PipelineExecutor(Executor):
         self._tick = self._step = -1
         self.in_flight = len(self.stages)
         self.latency = self.in_flight
-        self.counters = ExecutorCounters()
 
     options = PipelineOptions
 
@@ -114,24 +114,22 @@ class PipelineExecutor(Executor):
         capture = needs.hidden + needs.early_hidden
         # The devices of a stage are one slice; the clock is charged for each.
         ends = [0, *np.cumsum(plan.layout.devices).tolist()]
-        stages: list[PipelineStage] = []
-        for first, last in pairwise(ends):
-            layers = (bounds[first][0], bounds[last - 1][1])
-            inside = [layer for layer in exits if layers[0] < layer <= layers[1]]
-            here = tuple(name for name in capture if layers[0] <= name.layer < layers[1])
-            stage = (
-                pair.exit_stage(*layers, meter, inside)
-                if inside
-                else pair.stage(*layers, meter, capture=here)
-            )
-            reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)
-            answerer = None
-            if last == ends[-1]:
-                answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
-            exits_here = reader if inside else None
-            stages.append(PipelineStage(stage.paged(*blocks), answerer=answerer, exits=exits_here))
+        answerer = pair.answerer(draws=draws, needs_probs=needs.target_probs)
         return cls(
-            stages=stages,
+            stages=[
+                load_stage(
+                    pair,
+                    (bounds[first][0], bounds[last - 1][1]),
+                    needs,
+                    exits=exits,
+                    capture=capture,
+                    meter=meter,
+                    draws=draws,
+                    blocks=blocks,
+                    answerer=answerer if last == ends[-1] else None,
+                )
+                for first, last in pairwise(ends)
+            ],
             clock=clock,
             hidden=needs.hidden,
             early_hidden=needs.early_hidden,
@@ -213,6 +211,33 @@ class PipelineExecutor(Executor):
         return [self._in_flight.alive(self._tick - i) for i in range(self.in_flight)]
 
 
+def load_stage(
+    pair: ModelPair,
+    layers: tuple[int, int],
+    needs: Needs,
+    *,
+    exits: Sequence[int],
+    capture: Sequence[HiddenName],
+    meter: Meter,
+    draws: KeyedDraws,
+    blocks: Blocks,
+    answerer: Answerer | None,
+    **shared: Any,
+) -> PipelineStage:
+    """Loads a half-open range of the target's layers, with those of ``exits`` and ``capture`` that
+    are inside; ``shared`` has the ``group`` of ranks that share the layers, if any.
+    """
+    first, last = layers
+    inside, reader = [layer for layer in exits if first < layer <= last], None
+    if inside:
+        stage: Stage = pair.exit_stage(first, last, meter, inside, **shared)
+        reader = ExitReader(num_candidates=needs.exits, draws=draws, sample=needs.draft_probs)
+    else:
+        here = tuple(name for name in capture if first <= name.layer < last)
+        stage = pair.stage(first, last, meter, capture=here, **shared)
+    return PipelineStage(stage.paged(*blocks), answerer=answerer, exits=reader)
+
+
 def _num_rows(flights: Sequence[InFlight | None]) -> list[int]:
     return [0 if flight is None else flight.batch.num_tokens for flight in flights]
 
@@ -228,15 +253,18 @@ class StepCharges:
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
         self._clock = clock
         self._ranks = range(1, len(devices) + 1)
-        self._larger = [(rank, num) for rank, num in enumerate(devices, 1) if num > 1]
+        self._devices = devices
 
     def compute(self, rows: Sequence[int], num_nodes: int) -> None:
-        clock = self._clock
-        self._clock.fan_out(self._ranks)
-        self._clock.charge_each(self._ranks, Work.STAGE, rows)
-        for rank, num_devices in self._larger:
-            self._further(rank, num_devices - 1, rows[rank - 1])
-        clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
+        self._begin()
+        for rank, num_rows in zip(self._ranks, rows, strict=True):
+            self._clock.charge(rank, Work.STAGE, num_rows)
+            self._further(rank, self._devices[rank - 1] - 1, num_rows)
+        self._clock.charge(self._ranks[-1], Work.HEAD, num_nodes)
+
+    def _begin(self) -> None:
+        for rank in self._ranks:
+            self._clock.align(rank, CONTROLLER)
 
     def _further(self, rank: int, num_devices: int, num_rows: int) -> None:
         """Charges the other devices of a stage."""
@@ -261,14 +289,11 @@ class StepCharges:
         """Charges pruning of ``pruned`` nodes, then the transfer of ``rows`` by each stage but the
         last, and of answers.
         """
-        ranks = self._ranks
-        self._clock.fan_out(ranks)
-        if pruned:
-            self._clock.charge_each(ranks, Work.PRUNE, [pruned] * len(ranks))
-        self._clock.charge_each(ranks[: len(rows)], Work.TRANSFER, rows)
-        if answered:
-            self._clock.charge(ranks[-1], Work.TRANSFER, 1)
-        self._clock.fan_in(ranks)
+        self._begin()
+        for rank, num_rows in zip(self._ranks, (*rows, int(answered)), strict=True):
+            self._clock.charge(rank, Work.PRUNE, pruned)
+            self._clock.charge(rank, Work.TRANSFER, num_rows)
+            self._clock.align(CONTROLLER, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +321,7 @@ class FreeCharges(StepCharges):
         self, clock: SimulatedClock, devices: Sequence[int], in_flight: InFlightRows
     ) -> None:
         super().__init__(clock, devices)
-        self._in_flight = in_flight
-        self._devices, self._tick = devices, -1
+        self._in_flight, self._tick = in_flight, -1
         self._sent_s = [0.0] * (len(devices) + 1)  # by rank: when its latest rows had left it
         self._passes: list[deque[_Pass]] = [deque(maxlen=2 * len(devices)) for _ in devices]
         self._exits: dict[int, float] = {}  # tick of entry -> when stage 1 has the exit's token

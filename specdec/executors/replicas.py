@@ -25,7 +25,6 @@ from specdec.executors.layout import PipelinePlan, StageLayout
 from specdec.executors.local import LocalExecutor
 from specdec.executors.models import Blocks, ModelPair, OverRanks
 from specdec.interfaces import Executor
-from specdec.metrics.counters import ExecutorCounters
 from specdec.parts.fields import Count
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import RequestState, tree_rows
@@ -106,9 +105,8 @@ class ReplicasExecutor(Executor):
         needs = replace(needs, hidden=(), early_hidden=())
         if not plan.distributed or over_ranks is None:
             check_in_process(clock.kind, tracing=clock.timeline is not None)
-            one = ExecutorPlan(latency=1, in_flight=1, placements=plan.placements)
             how: dict[str, Any] = {"pair": pair, "meter": meter, "draws": draws, "blocks": blocks}
-            inside = [LocalExecutor.build(one, needs, clock=clock, **how) for _ in plan.copies]
+            inside = [LocalExecutor.build(plan, needs, clock=clock, **how) for _ in plan.copies]
             return cls(inside, clock=clock, meter=meter)
         if clock.kind is ClockKind.PACED:
             raise UserError(
@@ -133,7 +131,6 @@ class ReplicasExecutor(Executor):
         they are ``remote``.
         """
         self.in_flight = len(copies)
-        self.counters = ExecutorCounters()
         self._clock, self._meter, self.distributed = clock, meter, remote
         self._copies = [
             TargetCopy(executor, clock, None if remote else rank)
@@ -266,7 +263,7 @@ class TargetCopy:
         self._nodes: NodeMap[None] = NodeMap()  # nodes in the caches
         self._requested: dict[int, IntArray] = {}  # request -> nodes of the current batch
         self._output: Output | None = None
-        self._deferred: list[Sequence[Commit]] = []
+        self._deferred: list[Commit] = []
         self._opened_since: set[int] = set()  # requests unknown to the process of a busy copy
 
     def open(self, request: RequestState) -> None:
@@ -283,10 +280,7 @@ class TargetCopy:
         self._nodes.close(request_id)
         self._requested.pop(request_id, None)
         self._opened_since.discard(request_id)
-        self._deferred = [
-            [commit for commit in commits if commit.request != request_id]
-            for commits in self._deferred
-        ]
+        self._deferred = [commit for commit in self._deferred if commit.request != request_id]
 
     def start(self, batch: Batch) -> None:
         self._catch_up(batch.step)
@@ -312,7 +306,11 @@ class TargetCopy:
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:
-            self.executor.commit(self._of_this_step(), output)
+            # Its process opens the requests that were opened since with its next batch.
+            late = [c for c in self._deferred if c.request in self._opened_since]
+            known = [c for c in self._deferred if c.request not in self._opened_since]
+            self.executor.commit(known, output)
+            self._deferred, self._opened_since = late, set()
         return [
             _only(a, self._requested[a.request])
             for a in output.answers
@@ -330,27 +328,15 @@ class TargetCopy:
             self._cached_len[commit.request] = cached_len
         self._nodes.commit(commits)
         if self._rank is None:
-            self._deferred.append(commits)
+            self._deferred += commits
         else:  # its batch is computed already
             self.executor.commit(commits, Output(step=commits[0].step))
 
-    def _of_this_step(self) -> Sequence[Commit]:
-        """Takes the first deferred commits, except of requests opened while the copy was busy:
-        their process opens them with its next batch.
-        """
-        commits = self._deferred.pop(0) if self._deferred else ()
-        since, self._opened_since = self._opened_since, set()
-        late = [commit for commit in commits if commit.request in since]
-        if late:
-            self._deferred.insert(0, late)
-        return [commit for commit in commits if commit.request not in since]
-
     def _catch_up(self, step: int) -> None:
-        for commits in self._deferred:
-            if commits:
-                self.executor.submit(Batch(step=step))
-                self.executor.commit(commits, self.executor.collect())
-        self._deferred = []
+        if self._deferred:
+            self.executor.submit(Batch(step=step))
+            self.executor.commit(self._deferred, self.executor.collect())
+            self._deferred = []
 
     def _completed(self, batch: Batch) -> Batch:
         trees, prefills = [], []

@@ -12,16 +12,17 @@ Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size, V
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
 
 from specdec.attention.tree_attention import BlockPool, TreeCache
 from specdec.device import Probs, to_device
+from specdec.errors import UserError
 from specdec.models.runner import ModelRunner
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import (
@@ -31,6 +32,7 @@ from specdec.sampling.transform import (
     candidates_of,
     draw,
 )
+from specdec.state import RequestState
 from specdec.types import (
     NO_TOKEN,
     Answers,
@@ -54,38 +56,50 @@ _FEW_LOGITS = 1 << 18  # of all rows: their argmax takes less than a walk along 
 # ---------------------------------------------------------------------- rows of a batch
 
 
-@dataclass(frozen=True, slots=True)
-class RowItem:
+class RowItem(NamedTuple):
+    """The rows of one request in a packed batch: first those of its prompt, then its nodes'."""
+
     request: int
     prefill: PrefillChunk | None
     tree: TreeRows | None
+    prompt_rows: slice
+    tree_rows: slice
 
     @property
     def prefill_tokens(self) -> IntArray:
         return _NONE if self.prefill is None else self.prefill.tokens
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.prefill_tokens) + (0 if self.tree is None else len(self.tree.node_ids))
-
 
 def row_items(batch: Batch) -> list[RowItem]:
-    if not batch.prefills:
-        return [RowItem(tree.request, None, tree) for tree in batch.trees]
     chunks = {chunk.request: chunk for chunk in batch.prefills}
-    items = [RowItem(t.request, chunks.pop(t.request, None), t) for t in batch.trees]
-    return items + [RowItem(chunk.request, chunk, None) for chunk in chunks.values()]
-
-
-def tree_row_index(items: list[RowItem]) -> IntArray:
-    if all(item.prefill is None for item in items):
-        return np.arange(sum([item.num_rows for item in items]))
-    parts, start = [], 0
-    for item in items:
-        stop = start + item.num_rows
-        parts.append(np.arange(start + len(item.prefill_tokens), stop))
+    parts: list[tuple[int, PrefillChunk | None, TreeRows | None]] = [
+        (tree.request, chunks.pop(tree.request, None), tree) for tree in batch.trees
+    ]
+    parts += [(request, chunk, None) for request, chunk in chunks.items()]
+    items, start = [], 0
+    for request, chunk, tree in parts:
+        middle = start + (0 if chunk is None else len(chunk.tokens))
+        stop = middle + (0 if tree is None else len(tree.tokens))
+        items.append(RowItem(request, chunk, tree, slice(start, middle), slice(middle, stop)))
         start = stop
-    return np.concatenate(parts) if parts else _NONE
+    return items
+
+
+def tree_row_index(items: Sequence[RowItem]) -> IntArray:
+    return np.concatenate([_NONE, *(_index(item.tree_rows) for item in items)])
+
+
+def _index(rows: slice) -> IntArray:
+    return np.arange(rows.start, rows.stop)
+
+
+def tree_slices(trees: Sequence[TreeRows]) -> Iterator[tuple[TreeRows, slice]]:
+    """Yields each request's tree with the slice of its rows among the tree rows of a batch."""
+    start = 0
+    for tree in trees:
+        stop = start + len(tree.tokens)
+        yield tree, slice(start, stop)
+        start = stop
 
 
 def with_hidden(
@@ -120,16 +134,14 @@ def _by_item(
     batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
 ) -> tuple[list[PromptHidden], list[tuple[TreeRows, _Hidden]]]:
     """Splits packed states into those of each prefill chunk and of each request's tree rows."""
-    prompts, trees, start = [], [], 0
+    prompts, trees = [], []
     for item in row_items(batch):
-        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
         if (chunk := item.prefill) is not None:
-            states = {name: rows[start:middle] for name, rows in captured.items()}
+            states = {name: rows[item.prompt_rows] for name, rows in captured.items()}
             prompts.append(PromptHidden(request=chunk.request, start=chunk.start, hidden=states))
         if item.tree is not None:
-            states = {name: rows[middle:stop] for name, rows in captured.items()}
+            states = {name: rows[item.tree_rows] for name, rows in captured.items()}
             trees.append((item.tree, states))
-        start = stop
     return prompts, trees
 
 
@@ -163,21 +175,21 @@ def _surviving(
     batch: Batch, commits: Mapping[int, Commit], closed: Collection[int]
 ) -> tuple[Batch, IntArray]:
     """Returns the rows that are left and their packed indices; prompt rows are never pruned."""
-    trees, prefills, index, start = [], [], [_NONE], 0
+    trees, prefills, index = [], [], [_NONE]
     for item in row_items(batch):
-        middle, stop = start + len(item.prefill_tokens), start + item.num_rows
-        if item.request not in closed:
-            if item.prefill is not None:
-                prefills.append(item.prefill)
-                index.append(np.arange(start, middle))
-            if item.tree is not None:
-                commit, kept = commits.get(item.request), np.arange(stop - middle)
-                if commit is not None:
-                    kept = commit.keeps(item.tree.node_ids).nonzero()[0]
-                if len(kept):
-                    trees.append(item.tree.take(kept))
-                    index.append(middle + kept)
-        start = stop
+        if item.request in closed:
+            continue
+        if item.prefill is not None:
+            prefills.append(item.prefill)
+            index.append(_index(item.prompt_rows))
+        if item.tree is not None:
+            rows, tree, commit = _index(item.tree_rows), item.tree, commits.get(item.request)
+            if commit is not None:
+                kept = commit.keeps(tree.node_ids).nonzero()[0]
+                rows, tree = rows[kept], tree.take(kept)
+            if len(rows):
+                trees.append(tree)
+                index.append(rows)
     left = replace(batch, trees=tuple(trees), prefills=tuple(prefills))
     return left, np.concatenate(index)
 
@@ -281,9 +293,9 @@ class Stage:
     def close(self, request_id: int) -> None:
         """Frees the request's cache."""
 
-    def paged(self, num_blocks: int | None, block_tokens: int) -> Stage:
-        """Returns the same layers with caches in pools of blocks; itself if there are none or
-        ``num_blocks`` is None.
+    def paged(self, num_blocks: int | None, block_tokens: int) -> Self:
+        """Puts the caches of its layers into pools of blocks, unless ``num_blocks`` is None;
+        returns itself.
         """
         return self
 
@@ -291,6 +303,11 @@ class Stage:
 class StageGroup(Stage):
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
+
+    def paged(self, num_blocks: int | None, block_tokens: int) -> Self:
+        for part in self._parts:
+            part.paged(num_blocks, block_tokens)
+        return self
 
     def open(self, request_id: int, max_len: int) -> None:
         for part in self._parts:
@@ -306,9 +323,9 @@ class StageGroup(Stage):
 
 
 class ModelStage(Stage):
-    def __init__(self, *, runner: ModelRunner, pool: BlockPool | None = None) -> None:
+    def __init__(self, *, runner: ModelRunner) -> None:
         self.runner = runner
-        self.pool = pool
+        self.pool: BlockPool | None = None  # without one, each request has a cache of its own
         self.layers = self
         self._caches: dict[int, TreeCache] = {}
 
@@ -339,12 +356,11 @@ class ModelStage(Stage):
         if cache is not None:
             cache.close()
 
-    def paged(self, num_blocks: int | None, block_tokens: int) -> ModelStage:
-        if num_blocks is None:
-            return self
-        spec = self.runner.spec
-        pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
-        return ModelStage(runner=self.runner, pool=pool)
+    def paged(self, num_blocks: int | None, block_tokens: int) -> Self:
+        if num_blocks is not None:
+            spec = self.runner.spec
+            self.pool = BlockPool(spec=spec, num_blocks=num_blocks, block_tokens=block_tokens)
+        return self
 
     def cache(self, request_id: int) -> TreeCache:
         return self._caches[request_id]
@@ -359,7 +375,7 @@ def split_layers(
     split minimizes the cost of the slowest stage.
     """
     if not 1 <= num_stages <= num_layers:
-        raise ValueError(
+        raise UserError(
             f"executor.stages={num_stages} does not fit a target of {num_layers} layers;"
             f" choose 1 to {num_layers}"
         )
@@ -376,18 +392,17 @@ def split_layers(
 # ---------------------------------------------------------------------- answers
 
 
-class AnsweredRequest(Protocol):
-    @property
-    def id(self) -> int: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRequest:
+    """What a rank needs of a ``RequestState``."""
 
-    @property
-    def max_cached(self) -> int: ...
+    id: int
+    max_cached: int  # maximum number of tokens in its caches
+    sampling: SamplingParams
+    tokens: IntArray  # int64[T], the prompt, if the transform reads it; otherwise empty
 
-    @property
-    def sampling(self) -> SamplingParams: ...
 
-    @property
-    def tokens(self) -> IntArray: ...
+AnsweredRequest: TypeAlias = RequestState | OpenedRequest
 
 
 class Answerer:
@@ -456,13 +471,10 @@ class ModelAnswerer(OpenRequests, Answerer):
         histories = [self._paths.observe(rows) for rows in batch.trees]
         if len({id(self._of[rows.request]) for rows in batch.trees}) == 1:
             return self._answers(batch.trees, logits, histories)
-        parts = zip(
-            batch.trees,
-            logits.split([len(rows.node_ids) for rows in batch.trees]),
-            histories,
-            strict=True,
+        parts = zip(tree_slices(batch.trees), histories, strict=True)
+        return tuple(
+            self._answers([tree], logits[rows], [known])[0] for (tree, rows), known in parts
         )
-        return tuple(self._answers([rows], part, [known])[0] for rows, part, known in parts)
 
     def _answers(
         self,
@@ -471,19 +483,15 @@ class ModelAnswerer(OpenRequests, Answerer):
         histories: Sequence[list[IntArray] | None],
     ) -> tuple[Answers, ...]:
         tokens, probs = self._sample(trees, logits, histories)
-        answers, start = [], 0
-        for tree in trees:
-            rows = slice(start, start + len(tree.node_ids))
-            answers.append(
-                Answers(
-                    request=tree.request,
-                    node_ids=tree.node_ids,
-                    tokens=tokens[rows],
-                    probs=None if probs is None else probs[rows],
-                )
+        return tuple(
+            Answers(
+                request=tree.request,
+                node_ids=tree.node_ids,
+                tokens=tokens[rows],
+                probs=None if probs is None else probs[rows],
             )
-            start = rows.stop
-        return tuple(answers)
+            for tree, rows in tree_slices(trees)
+        )
 
     def _sample(
         self,
@@ -538,13 +546,9 @@ def _along_paths(
             else:
                 children.setdefault(above, []).append(row)
     while level:
-        if len(level) == 1:
-            rows: slice | IntArray = slice(level[0], level[0] + 1)
-            part = logits[rows]
-        else:
-            rows = np.array(level)
-            part = logits[torch.from_numpy(rows)]
+        rows = np.array(level)
         known = None if histories is None else [histories[row] for row in level]
+        part = logits[torch.from_numpy(rows)]
         found = transform.sample(part, uniforms[rows] if len(uniforms) else uniforms, known)
         tokens[rows] = found
         level = [
@@ -570,24 +574,19 @@ class ExitReader(OpenRequests):
         """Returns candidates of every tree row at the exit after ``layer`` layers, from [W, V] in
         the order of ``batch.trees``.
         """
-        exits, start = [], 0
-        for rows in batch.trees:
-            stop = start + len(rows.node_ids)
+        exits = []
+        for tree, rows in tree_slices(batch.trees):
+            request, ids = tree.request, tree.node_ids
             candidates = candidates_of(
-                self._of[rows.request],
-                logits[start:stop],
+                self._of[request],
+                logits[rows],
                 self._k,
-                self._paths.observe(rows),
+                self._paths.observe(tree),
                 draws=self._draws if self._sample else None,
-                request_id=rows.request,
-                positions=rows.positions,
+                request_id=request,
+                positions=tree.positions,
             )
-            exits.append(
-                Exits(
-                    request=rows.request, node_ids=rows.node_ids, candidates=candidates, layer=layer
-                )
-            )
-            start = stop
+            exits.append(Exits(request=request, node_ids=ids, candidates=candidates, layer=layer))
         return tuple(exits)
 
 
@@ -600,7 +599,7 @@ class PipelineStage:
     ) -> None:
         self.stage = stage
         self.rows = 0
-        self._answerer = answerer
+        self.answerer = answerer
         self._exits = exits
         self._readers = [reader for reader in (answerer, exits) if reader is not None]
 
@@ -620,9 +619,9 @@ class PipelineStage:
         return out, exits
 
     def answer(self, batch: Batch, out: StageOutput) -> tuple[Answers, ...]:
-        if self._answerer is None or not batch.trees:
+        if self.answerer is None or not batch.trees:
             return ()
-        return self._answerer.answer(batch, out.logits)
+        return self.answerer.answer(batch, out.logits)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         self.stage.commit(commits)

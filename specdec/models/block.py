@@ -30,7 +30,6 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from specdec.clocks.meter import Meter
-from specdec.device import model_call
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
 from specdec.models.config_values import config_value
@@ -292,7 +291,7 @@ class BlockRunner:
     def read(self, context: Context, features: Tensor) -> None:
         """Appends features [T, S] of the positions that follow ``context.length``."""
         weight = self.head.fc.weight
-        with torch.inference_mode(), model_call(self._meter, "block", weight.device):
+        with torch.inference_mode(), self._meter.model("block", weight.device):
             positions = torch.arange(len(features), device=weight.device) + context.length
             features = features.to(weight.device, weight.dtype)
             new = self.head.context(features[None], positions)
@@ -306,7 +305,7 @@ class BlockRunner:
     def rows(self, context: Context, anchor: int) -> Tensor:
         """Returns the rows of the block after ``context`` whose first token is given, [M, E]."""
         device = self.head.fc.weight.device
-        with torch.inference_mode(), model_call(self._meter, "block", device):
+        with torch.inference_mode(), self._meter.model("block", device):
             token = torch.tensor([[anchor]], device=device)
             found: Tensor = self.head(
                 token, torch.tensor([context.length], device=device), context.pairs

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.attention.backends import Attention, attention_kernel
 from specdec.attention.tree_attention import AttentionPlan, CacheSpec, Rows, ScoreOptions, TreeCache
 from specdec.clocks.meter import Meter
-from specdec.device import model_call, to_device
+from specdec.device import to_device
 from specdec.models.eagle import EagleHead
 from specdec.models.mtp import MtpHead, mtp_head
 from specdec.models.runner import backend_module, refuse_wrong
@@ -137,7 +137,7 @@ class EagleRunner:
             logits_rows: int64[A], packed indices, increasing.
         """
         run = self._run_eager if self._onnx is None else self._onnx.run
-        with torch.inference_mode(), model_call(self._meter, METER_NAME, self.device):
+        with torch.inference_mode(), self._meter.model(METER_NAME, self.device):
             return HeadOutput(*run(rows, features, feature_rows, states, logits_rows))
 
     def _run_eager(

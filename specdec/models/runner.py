@@ -41,7 +41,7 @@ from specdec.attention.tree_attention import (
     TreeCache,
 )
 from specdec.clocks.meter import Meter
-from specdec.device import model_call, to_device
+from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.models.execution import PLAIN, Execution
@@ -470,7 +470,7 @@ class ModelRunner:
         )
         # Times include making masks and cache views, as do those of the baselines, which run
         # transformers' own forward.
-        with mode, model_call(self._meter, self.name, self.device):
+        with mode, self._meter.model(self.name, self.device):
             return self.backend.run(rows, hidden, logits_rows)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.attention.backends import auto_attention
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.executors.exits import ExitHead, ExitStage, NormHead
+from specdec.executors.exits import ExitStage, NormHead
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.config_values import config_value
@@ -280,7 +280,7 @@ class HuggingFacePair(ModelPair):
         body = self.stage(first, last, meter, group, [HiddenName(layer - 1) for layer in exits])
         return ExitStage(body=body, heads={layer: self._exit_head(meter, layer) for layer in exits})
 
-    def _exit_head(self, meter: Meter, layer: int) -> ExitHead | ModelStage:
+    def _exit_head(self, meter: Meter, layer: int) -> NormHead | ModelStage:
         template = self.part(layer - 1, layer)  # one layer: a rank loads no more than this
         weights = HeadWeights.from_pair(self, layer=layer)
         if "output.weight" not in weights.tensors:  # the target's, which a rank may not have

@@ -19,7 +19,7 @@ class BlockBudget:
         self._tree_nodes = tree_nodes
         self._claims: dict[int, int] = {}
         if self.num_blocks < 1:
-            raise ValueError(
+            raise UserError(
                 f"serving.kv_tokens={kv_tokens} is less than one block of"
                 f" serving.block_tokens={block_tokens}: raise it"
             )

@@ -69,14 +69,9 @@ class ServingRules:
                 f" and {type(policy).__name__} does not state the size of its trees: give it a"
                 " method max_cached_nodes(in_flight), or leave serving.kv_tokens null"
             )
-        try:
-            return BlockBudget(
-                kv_tokens=self.kv_tokens,
-                block_tokens=self.block_tokens,
-                tree_nodes=tree_nodes,
-            )
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        return BlockBudget(
+            kv_tokens=self.kv_tokens, block_tokens=self.block_tokens, tree_nodes=tree_nodes
+        )
 
 
 class MakeScheduler(Protocol):

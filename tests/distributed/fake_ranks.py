@@ -21,12 +21,11 @@ import torch
 
 import specdec.clocks.meter as metering
 import specdec.clocks.wall as wall
-import specdec.device as device
 from specdec.clocks import CONTROLLER
 from specdec.distributed.messages import REPLIES, Kind, Message, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import use_group
-from specdec.distributed.stage_worker import StageSession, build_session
+from specdec.distributed.stage_worker import StageSession
 from specdec.executors.stage import Stage
 from specdec.pairs import build_pair
 
@@ -67,7 +66,7 @@ class _Group:
         for rank in ranks:
             links = _Links(self, session, rank, queues[rank - 1], queues[rank])
             with self.of(rank):
-                self.sessions[session, rank] = build_session(
+                self.sessions[session, rank] = StageSession(
                     rank=rank, plan=plan, pair=pair, make_links=links.of
                 )
         return session
@@ -78,13 +77,7 @@ class _Group:
     def perform(self, message: Message, rank: int) -> None:
         """A rank does what a message says."""
         kind, session, tick, body = Message.unpack(message.pack())
-        stage = self.sessions[session, rank]
-        if kind is Kind.BEGIN:
-            stage.begin(tick, body)
-        elif kind is Kind.QUERY:
-            stage.query(tick, body)
-        else:
-            stage.end(tick, body)
+        self.sessions[session, rank].handle(kind, tick, body)
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
         """Failures are raised by ``send`` or ``reply``."""
@@ -181,7 +174,7 @@ class VirtualGroup(_Group):
         self._now: defaultdict[int, float] = defaultdict(float)
         self._rank = CONTROLLER
         self._replies: dict[ReplyKey, deque[tuple[float, Message]]] = defaultdict(deque)
-        for module in (wall, metering, device):
+        for module in (wall, metering):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         monkeypatch.setattr(wall, "sleep", self._sleep)
 

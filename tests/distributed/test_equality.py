@@ -139,13 +139,13 @@ def test_whole_distributions_stay_on_the_last_rank(
 ) -> None:
     """Rank 0 asks for a node's row only where it has rejected the node's first child."""
     asked: list[bool] = []
-    answer = KeptRows.answer
+    reply = KeptRows.reply
 
     def counting(self: KeptRows, query: Query) -> torch.Tensor:
         asked.append(query.tokens is None)
-        return answer(self, query)
+        return reply(self, query)
 
-    monkeypatch.setattr(KeptRows, "answer", counting)
+    monkeypatch.setattr(KeptRows, "reply", counting)
     keys = {"sampling__top_p": 1.0, "verifier": rejection(), "batch_size": 2}
     if strategy == "specpipe":
         keys |= {"policy__width": 1, "policy__children": 1}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.certify.certify import certify
-from specdec.distributed.shared_draft import CallList
+from specdec.distributed.shared_draft import RecordingRunner
 from specdec.errors import RankFailure
 from tests.distributed.support import config, rejection, run, same
 from tests.sampled import sampled
@@ -99,9 +99,9 @@ def test_a_shared_draft_keeps_its_cache() -> None:
 # Last: it breaks its ranks.
 def test_followers_that_miss_a_commit_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Injected bug: rank 0 does not send commits. The first rank to fail is named in seconds."""
-    add = CallList.add
+    add = RecordingRunner.add
     monkeypatch.setattr(
-        CallList, "add", lambda self, name, *rest: name == "commit" or add(self, name, *rest)
+        RecordingRunner, "add", lambda self, name, *rest: name == "commit" or add(self, name, *rest)
     )
     degrees = {"executor__target_degree": 1, "executor__draft_degree": 2}
     with pytest.raises(RankFailure, match="rank 2"):

@@ -11,8 +11,9 @@ import torch
 
 from specdec.device import on_host, rows_on_host
 from specdec.distributed.kept_rows import KeeperOfRequest, KeptRows, Query
-from specdec.distributed.messages import Kind, Message, OpenedRequest
+from specdec.distributed.messages import Kind, Message
 from specdec.executors import ModelAnswerer
+from specdec.executors.stage import OpenedRequest
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams, SamplingTransform
 from specdec.types import NO_NODE, Batch, Commit, CommitKind, TreeRows
@@ -22,26 +23,28 @@ PLAIN = SamplingParams(temperature=0.7)
 
 
 class LastRank:
-    """An answerer with its kept rows of request 0; messages are packed and counted, not sent."""
+    """An answerer that keeps rows of request 0; messages are packed and counted, not sent."""
 
     def __init__(self) -> None:
-        self.answerer = ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=True)
-        self.kept = KeptRows()
+        self.plain, inner = (
+            ModelAnswerer(draws=KeyedDraws(seed=3), needs_probs=True) for _ in range(2)
+        )
+        self.kept = KeptRows(inner)
         self.num_bytes = 0
         opened = OpenedRequest(id=0, max_cached=99, sampling=PLAIN, tokens=np.arange(4))
-        self.answerer.open(opened)
+        self.plain.open(opened)
         self.kept.open(opened)
 
     def answers(self, tree: TreeRows, logits: torch.Tensor):
         """The distributions as rank 0 reads them, and as they are."""
         batch = Batch(step=0, trees=(tree,))
-        answers = self.answerer.answer(batch, logits)
-        (received,) = self._sent(Kind.ANSWERS, self.kept.keep(batch, answers, logits))
+        answers = self.plain.answer(batch, logits)
+        (received,) = self._sent(Kind.ANSWERS, self.kept.answer(batch, logits))
         keeper = KeeperOfRequest(0, SamplingTransform(PLAIN), self.ask)
         return replace(received.probs, keeper=keeper), on_host(answers[0].probs)
 
     def ask(self, query: Query) -> torch.Tensor:
-        return self._sent(Kind.ROWS, self.kept.answer(self._sent(Kind.QUERY, query)))
+        return self._sent(Kind.ROWS, self.kept.reply(self._sent(Kind.QUERY, query)))
 
     def _sent(self, kind: Kind, body: Any) -> Any:
         packed = Message(kind, 1, 2, body).pack()
