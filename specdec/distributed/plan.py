@@ -2,7 +2,7 @@
 
 On GPUs every process has one of its own. If target and draft share their devices
 (``executor.shared``), they work in turns, and rank 0 and the target's last rank, which has no part
-of the draft, share a GPU: N devices, N + 1 processes.
+of the draft, share a GPU: N devices, N + 1 processes. No NCCL communicator contains both.
 """
 
 import os
@@ -134,7 +134,8 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
     """Raises ``UserError``, with layouts that fit, if there are more processes (rank 0 included)
     than GPUs.
 
-    Two processes on one GPU would wait for each other's kernels and hold two sets of weights.
+    Two processes on one GPU would wait for each other's kernels and hold two sets of weights, and
+    NCCL refuses them.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own

@@ -14,6 +14,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
+import torch
+
 from specdec.attention.tree_attention import EMPTY, Rows, TreeCache
 from specdec.clocks import Work
 from specdec.clocks.meter import Meter
@@ -116,7 +118,7 @@ class DraftGroup:
         try:
             self._session = self._group.announce(plan)
             timeout = timedelta(seconds=timeout_s)
-            shared = self._group.connections.join(plan.peers, timeout)
+            shared = self._group.connections.join(plan.peers, torch.device(pair.device), timeout)
             runner = pair.runner("draft", meter, shared)
             self._group.await_ready(self._session, plan.members)
         except BaseException:

@@ -16,7 +16,14 @@ from specdec.clocks.meter import Meter
 from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, Message, States
 from specdec.distributed.plan import DraftPlan, SessionPlan
-from specdec.distributed.transport import ROWS, Connections, ControlLink, RowReceiver
+from specdec.distributed.transport import (
+    CPU,
+    ROWS,
+    Connections,
+    ControlLink,
+    RowReceiver,
+    RowSender,
+)
 from specdec.executors.pipeline import load_stage
 from specdec.executors.stage import InFlight, InFlightRows, Stage
 from specdec.pairs import HuggingFacePair, ModelPair
@@ -39,22 +46,24 @@ class StageLinks:
         """``neighbours`` are the ranks before and after, 0 without one; ``link`` is to rank 0."""
         self._link = link
         self._session = session
-        dtype, width = torch.float32, 1
+        device, dtype, width = CPU, torch.float32, 1
         if stage.layers is not None:
-            dtype, width = stage.layers.runner.dtype, stage.layers.runner.hidden_size
-        self._tag = ROWS + session
-        before, after = (
-            connections.peer(rank, max_pending=_MAX_PENDING) if rank else None
-            for rank in neighbours
-        )
-        self._after, self._receiver = after, None
-        if before is not None:
-            self._receiver = RowReceiver(before, self._tag, width=width, dtype=dtype)
+            runner = stage.layers.runner
+            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
+        before, after = neighbours
+        self._sender = self._receiver = None
+        connect = connections.stage_peer
+        if after:
+            peer, wire = connect(after, device, max_pending=_MAX_PENDING)
+            self._sender = RowSender(peer, ROWS + session, wire)
+        if before:
+            peer, wire = connect(before, device, max_pending=_MAX_PENDING)
+            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
         """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
-        assert self._after is not None, "the last stage has no receiver"
-        self._after.send_rows(torch.zeros(num_rows, 1) if rows is None else rows, self._tag)
+        assert self._sender is not None, "the last stage has no receiver"
+        self._sender.send(torch.zeros(num_rows, 1) if rows is None else rows)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor:
         assert self._receiver is not None, "the first stage has no sender"

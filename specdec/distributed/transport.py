@@ -1,9 +1,9 @@
 """Process groups, and what ranks exchange over them: messages, rows of hidden states, collectives.
 
-Everything goes over torch.distributed's gloo, on the host, whoever has started the ranks. The
-process-wide default group is not used, so that one process can be part of several pipelines.
-Receives are posted before their message is needed, because gloo does not send before the receiver
-is ready.
+Everything goes over torch.distributed: gloo on CPUs, NCCL between GPUs, whoever has started the
+ranks. The process-wide default group is not used, so that one process can be part of several
+pipelines. Receives are posted before their message is needed, because gloo does not send before the
+receiver is ready.
 
 Shape letters: R rows, E hidden size.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -26,18 +27,21 @@ from specdec.tensor_parallel.collective import Collective
 from specdec.types import IntArray
 
 Group: TypeAlias = Any
-"""A ProcessGroupGloo; torch's type stubs lack its send and recv."""
+"""A ProcessGroupGloo or ProcessGroupNCCL; torch's type stubs lack their send and recv."""
 
 NO_TIMEOUT = timedelta(days=300)
 """Timeout of ranks other than 0: only rank 0 gives up waiting and ends the group."""
 
 CONNECT_TIMEOUT = timedelta(seconds=120)
 
+CPU = torch.device("cpu")
 MESSAGES, ROWS = 0, 2  # tags; each session adds its number to ``ROWS``
 _REST = 1  # added to ``MESSAGES``: the part of a message beyond its first frame
 _FRAME_WORDS = 2048
 _CHUNK_ROWS = 256  # maximum rows per send
+_POLL_S = 0.02
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_NO_GPU = "cpu"
 
 
 class PeerLost(RuntimeError):
@@ -92,17 +96,50 @@ def _loopback_interface() -> Iterator[None]:
         del os.environ[_INTERFACE]
 
 
+def _nccl_group(store: dist.Store, index: int, size: int) -> Group:
+    nccl: Any = dist.ProcessGroupNCCL
+    return nccl(store, index, size, nccl.Options())
+
+
+def wire_device(
+    store: dist.Store, me: int, others: Iterable[int], device: torch.device
+) -> torch.device:
+    """Returns the device on which tensors are exchanged with other ranks: ``device``, or the CPU.
+
+    NCCL refuses ranks that share a GPU. If any two of ``me`` and ``others`` (names in the store)
+    do, or one has none, all exchange over gloo: each decides from the GPUs of all, and calls this
+    once.
+    """
+    is_cpu = device.type == "cpu"
+    store.set(f"gpu/{me}", _NO_GPU if is_cpu else gpu_id(device))
+    if is_cpu:
+        return device
+    keys = [f"gpu/{name}" for name in {me, *others}]
+    while not store.check(keys):  # Store.wait would block this process's heartbeats
+        time.sleep(_POLL_S)
+    gpus = [store.get(key) for key in keys]
+    return CPU if _NO_GPU.encode() in gpus or len(set(gpus)) < len(gpus) else device
+
+
+def gpu_id(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class Connections:
-    """The process groups of one rank, each connected only once; ``control`` has all ranks."""
+    """The process groups of one rank, each connected only once; ``control`` has all ranks, over
+    gloo.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
         """Blocks until all ranks have joined the control group."""
         self._store = store
         self._rank = rank
+        self._size = size
         self._loopback = loopback
         self.control = gloo_group(dist.PrefixStore("control", store), rank, size, loopback=loopback)
-        self._shared: dict[tuple[int, ...], Group] = {}
-        self._peers: dict[int, Peer] = {}
+        self._stages: Group = None  # ranks from 1, over NCCL
+        self._shared: dict[tuple[str, tuple[int, ...]], tuple[Group, torch.device]] = {}
+        self._peers: dict[tuple[str, int], Peer] = {}
         self._joined: list[RankCollective] = []
 
     @property
@@ -111,19 +148,49 @@ class Connections:
         return sent + sum(joined.num_bytes for joined in self._joined)
 
     def peer(self, rank: int, *, max_pending: int) -> Peer:
-        if rank not in self._peers:
-            self._peers[rank] = Peer(self.control, rank, max_pending=max_pending)
-        return self._peers[rank]
+        return self._peer("gloo", self.control, rank, rank, max_pending)
 
-    def join(self, peers: Sequence[int], timeout: timedelta = NO_TIMEOUT) -> RankCollective:
+    def stage_peer(
+        self, rank: int, device: torch.device, *, max_pending: int
+    ) -> tuple[Peer, torch.device]:
+        """Returns the connection to ``rank``, which calls this too, and the device of its tensors;
+        ``device`` has this rank's hidden states.
+        """
+        pair = sorted((self._rank, rank))
+        edge = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
+        wire = wire_device(edge, self._rank, pair, device)
+        if wire.type == "cpu":
+            return self.peer(rank, max_pending=max_pending), wire
+        if self._stages is None:
+            store = dist.PrefixStore("data", self._store)
+            self._stages = _nccl_group(store, self._rank - 1, self._size - 1)
+        return self._peer("nccl", self._stages, rank, rank - 1, max_pending), wire
+
+    def _peer(self, backend: str, group: Group, rank: int, index: int, max_pending: int) -> Peer:
+        key = backend, rank
+        if key not in self._peers:
+            self._peers[key] = Peer(group, rank, index=index, max_pending=max_pending)
+        return self._peers[key]
+
+    def join(
+        self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
+    ) -> RankCollective:
         """Joins the tensor-parallel group of the global ranks ``peers``; blocks until all of them
         have.
         """
-        key, index = tuple(peers), peers.index(self._rank)
+        key = (device.type, tuple(peers))
+        index = peers.index(self._rank)
         if key not in self._shared:
-            store = dist.PrefixStore("tp-" + "-".join(map(str, peers)), self._store)
-            self._shared[key] = gloo_group(store, index, len(peers), loopback=self._loopback)
-        joined = RankCollective(self._shared[key], rank=index, peers=peers, timeout=timeout)
+            name = f"tp-{device.type}-" + "-".join(map(str, peers))
+            store = dist.PrefixStore(name, self._store)
+            wire = wire_device(store, index, range(len(peers)), device)
+            if wire.type == "cpu":
+                group = gloo_group(store, index, len(peers), loopback=self._loopback)
+            else:
+                group = _nccl_group(store, index, len(peers))
+            self._shared[key] = group, wire
+        group, wire = self._shared[key]
+        joined = RankCollective(group, rank=index, peers=peers, timeout=timeout, wire=wire)
         self._joined.append(joined)
         return joined
 
@@ -131,42 +198,52 @@ class Connections:
 # ---------------------------------------------------------------------- point to point
 
 
+def _wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT) -> None:
+    """Waits until an operation on tensor ``on`` has completed; on a GPU only the stream waits.
+
+    ``timeout`` is not passed to NCCL, with which the host would poll every few milliseconds in each
+    layer.
+    """
+    if on.device.type == "cpu":
+        work.wait(timeout)
+    else:
+        work.wait()
+
+
 class Peer:
     """Another rank of a process group; all methods may raise ``PeerLost``."""
 
-    def __init__(self, group: Group, rank: int, *, max_pending: int) -> None:
-        """A send waits if ``max_pending`` are incomplete."""
+    def __init__(self, group: Group, rank: int, *, index: int, max_pending: int) -> None:
+        """Connects to ``rank``, number ``index`` in the group; a send waits if ``max_pending`` are
+        incomplete.
+        """
         self.rank = rank
         self._group = group
+        self._index = index
         self._max_pending = max_pending
         self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         try:
-            self._pending.append((self._group.send([tensor], self.rank, tag), tensor))
+            self._pending.append((self._group.send([tensor], self._index, tag), tensor))
             self.num_bytes += tensor.nbytes
             if len(self._pending) > self._max_pending:
-                self._pending.popleft()[0].wait(NO_TIMEOUT)
+                _wait_for(*self._pending.popleft())
         except RuntimeError as error:
             raise PeerLost(self.rank) from error
-
-    def send_rows(self, rows: torch.Tensor, tag: int) -> None:
-        """Sends hidden states to a ``RowReceiver``."""
-        for part in rows.cpu().contiguous().split(_CHUNK_ROWS):
-            self.send(part, tag)
 
     def post(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Starts to receive into a contiguous tensor."""
         try:
-            work: dist.Work = self._group.recv([tensor], self.rank, tag)
+            work: dist.Work = self._group.recv([tensor], self._index, tag)
         except RuntimeError as error:
             raise PeerLost(self.rank) from error
         return work
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         try:
-            work.wait(NO_TIMEOUT)
+            _wait_for(work, tensor)
         except RuntimeError as error:
             raise PeerLost(self.rank) from error
 
@@ -190,7 +267,7 @@ class _Posted:
         if not self._works:
             self.post()
         work, buffer = self._works.popleft()
-        self._peer.wait(work)
+        self._peer.wait(work, buffer)
         self._read.append(buffer)
         return buffer
 
@@ -219,17 +296,36 @@ class ControlLink:
         packed: IntArray = frame[:size].copy()
         if size > _FRAME_WORDS:
             rest = torch.empty(size - _FRAME_WORDS, dtype=torch.int64)
-            self._peer.wait(self._peer.post(rest, MESSAGES + _REST))
+            self._peer.wait(self._peer.post(rest, MESSAGES + _REST), rest)
             packed = np.concatenate([packed, rest.numpy()])
         return packed
 
 
-class RowReceiver:
-    """Receives the hidden states of the previous stage on the host, in the sender's chunks."""
+class RowSender:
+    def __init__(self, peer: Peer, tag: int, wire: torch.device) -> None:
+        self._peer, self._tag, self._wire = peer, tag, wire
 
-    def __init__(self, peer: Peer, tag: int, *, width: int, dtype: torch.dtype) -> None:
-        buffers = [torch.zeros(_CHUNK_ROWS, width, dtype=dtype) for _ in range(2)]
-        self._posted = _Posted(peer, tag, buffers)
+    def send(self, rows: torch.Tensor) -> None:
+        for part in rows.to(self._wire).contiguous().split(_CHUNK_ROWS):
+            self._peer.send(part, self._tag)
+
+
+class RowReceiver:
+    """Receives the hidden states of the previous stage, in the sender's chunks.
+
+    NCCL receives must match the sends in size: there they are posted only when the number of rows
+    is known.
+    """
+
+    def __init__(
+        self, peer: Peer, tag: int, wire: torch.device, *, width: int, dtype: torch.dtype
+    ) -> None:
+        self._peer, self._tag = peer, tag
+        self._buffers = [
+            torch.zeros(_CHUNK_ROWS, width, dtype=dtype, device=wire) for _ in range(2)
+        ]
+        self._posted = _Posted(peer, tag, self._buffers) if wire.type == "cpu" else None
+        self._at = 0
 
     def receive(self, num_rows: int) -> torch.Tensor:
         if num_rows <= _CHUNK_ROWS:
@@ -238,17 +334,23 @@ class RowReceiver:
         return torch.cat([self._chunk(min(_CHUNK_ROWS, num_rows - s)).clone() for s in starts])
 
     def release(self) -> None:
-        self._posted.post()
+        if self._posted is not None:
+            self._posted.post()
 
     def _chunk(self, num_rows: int) -> torch.Tensor:
-        return self._posted.receive()[:num_rows]
+        if self._posted is not None:
+            return self._posted.receive()[:num_rows]
+        self._at = 1 - self._at
+        rows = self._buffers[self._at][:num_rows]
+        self._peer.wait(self._peer.post(rows, self._tag), rows)
+        return rows
 
 
 # ---------------------------------------------------------------------- collectives
 
 
 class RankCollective(Collective):
-    """Collectives of a group of processes over gloo, on the host; ``num_bytes`` are those that this
+    """Collectives of a group of processes over gloo or NCCL; ``num_bytes`` are those that this
     process has sent, without what a ring forwards.
     """
 
@@ -259,12 +361,18 @@ class RankCollective(Collective):
         rank: int,
         peers: Sequence[int],
         timeout: timedelta = NO_TIMEOUT,
+        wire: torch.device | None = None,
     ) -> None:
-        """Wraps a ProcessGroupGloo of the global ranks ``peers``; ``timeout`` is per operation."""
+        """Wraps a ProcessGroupGloo or ProcessGroupNCCL of the global ranks ``peers``.
+
+        ``timeout`` is per operation, of gloo only; ``wire`` is the device to which tensors are
+        copied for it.
+        """
         super().__init__(rank=rank, size=len(peers))
         self._group = group
         self._peers = tuple(peers)
         self._timeout = timeout
+        self._wire = wire
         self.num_bytes = 0
 
     def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -285,10 +393,10 @@ class RankCollective(Collective):
         shape: Sequence[int],
         start: Callable[[torch.Tensor, torch.Tensor], dist.Work],
     ) -> torch.Tensor:
-        own = tensor.cpu()
-        received = torch.empty(shape, dtype=own.dtype)
+        own = tensor.to(self._wire or tensor.device)
+        received = torch.empty(shape, dtype=own.dtype, device=own.device)
         try:
-            start(received, own).wait(self._timeout)
+            _wait_for(start(received, own), own, self._timeout)
         except RuntimeError as error:
             raise PeerLost(self._peers[(self.rank + 1) % self.size]) from error
         self.num_bytes += received.nbytes // self.size * (self.size - 1)

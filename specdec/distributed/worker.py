@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -25,9 +26,10 @@ from specdec.distributed.messages import ANY_FAILED, HEARTBEAT_S, Kind, Message,
 from specdec.distributed.plan import DraftPlan, SessionPlan, own_gpu
 from specdec.distributed.shared_draft import DraftSession
 from specdec.distributed.stage_worker import RankSession, StageLinks, StageSession
-from specdec.distributed.transport import Connections, ControlLink, PeerLost
+from specdec.distributed.transport import CPU, Connections, ControlLink, PeerLost
 from specdec.errors import UserError
 from specdec.pairs import ModelPair, build_pair
+from specdec.tensor_parallel import Collective
 
 _MAX_PENDING = 16
 
@@ -58,6 +60,7 @@ class Worker:
         self._sessions: dict[int, RankSession] = {}
         self._current: RankSession | None = None
         self._loading = ""
+        self._device = CPU
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         if timeout_s is not None:
             threading.Thread(target=self._watch_store, args=(timeout_s,), daemon=True).start()
@@ -96,7 +99,7 @@ class Worker:
         if isinstance(plan, DraftPlan):
             what = "share of the draft"
             self._sessions[session] = DraftSession(
-                rank=self.rank, plan=plan, pair=pair, join=self.connections.join
+                rank=self.rank, plan=plan, pair=pair, join=self._join
             )
         else:
             part = plan.ranks[self.rank - 1]
@@ -112,11 +115,14 @@ class Worker:
                     session=session,
                     neighbours=plan.neighbours(self.rank),
                 ),
-                join=self.connections.join,
+                join=self._join,
             )
         self._loading = ""
         _log(f"session {session}: {what} ready after {time.monotonic() - start:.1f} s")
         self._store.set(store_key("ready", session, self.rank), "1")
+
+    def _join(self, peers: Sequence[int]) -> Collective:
+        return self.connections.join(peers, self._device)
 
     def _pair(self, plan: SessionPlan | DraftPlan) -> ModelPair:
         if plan.threads is not None:
@@ -124,9 +130,9 @@ class Worker:
         model = dict(plan.model)
         if torch.cuda.is_available() and model.get("device") in ("auto", "cuda"):
             shared = isinstance(plan, SessionPlan) and plan.shared_with_draft
-            device = own_gpu(self.rank, shared_with_draft=shared)
-            torch.cuda.set_device(device)
-            model["device"] = str(device)
+            self._device = own_gpu(self.rank, shared_with_draft=shared)
+            torch.cuda.set_device(self._device)
+            model["device"] = str(self._device)
         key = json.dumps(model, sort_keys=True)
         if key not in self._pairs:
             self._pairs[key] = build_pair(model).without_target()

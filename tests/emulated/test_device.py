@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.attention.tree_attention import dense_attention
-from specdec.distributed.transport import RankCollective
+from specdec.distributed.transport import CPU, RankCollective, wire_device
 from specdec.models.backends.graphs import capture
 from specdec.models.runner import RunnerOutput
 from tests.emulated.device import HERE, DeviceTensor, emulated
@@ -86,14 +86,64 @@ class _HostGroup:
         return SimpleNamespace(wait=lambda patience: None)
 
 
-def test_ranks_meet_on_the_host():
-    """gloo gets copies, and results are copied back."""
+class _DeviceGroup:
+    """Replaces NCCL, whose work handles must not get a time limit."""
+
+    def _allgather_base(self, received, own):
+        assert isinstance(own, DeviceTensor)
+        received.copy_(own.repeat(2))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_ranks_that_share_a_gpu_meet_on_the_host():
+    """NCCL rejects two ranks on one GPU: gloo gets copies, and results are copied back."""
     with emulated():
-        shared = RankCollective(_HostGroup(), rank=0, peers=(1, 2))
+        shared = RankCollective(_HostGroup(), rank=0, peers=(1, 2), wire=CPU)
         found = shared.add(torch.ones(2, 2, device="cuda"))
         assert (found.device, found.tolist()) == (HERE, [[2.0, 2.0], [2.0, 2.0]])
         found = shared.gather(torch.ones(2, 1, device="cuda"))
         assert (found.device, found.tolist()) == (HERE, [[1.0, 1.0], [1.0, 1.0]])
+        apart = RankCollective(_DeviceGroup(), rank=0, peers=(1, 2), wire=HERE)
+        assert apart.add(torch.ones(2, device="cuda")).device == HERE
+
+
+class _Store(dict):
+    """Replaces the ranks' store."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.mark.parametrize(("other", "wire"), [("GPU-a", CPU), ("GPU-b", HERE)])
+def test_where_ranks_meet(other, wire, monkeypatch):
+    with emulated():
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a")
+        )
+        store = _Store({"gpu/2": other.encode()})
+        assert wire_device(store, 1, (1, 2), HERE) == wire
+        assert store["gpu/1"] == b"GPU-a"
+        assert wire_device(store, 1, (1, 3), CPU) == CPU  # nobody is asked
+
+
+def test_ranks_agree_where_to_meet(monkeypatch):
+    """Also the rank whose GPU nobody shares: it would wait for the others in another group."""
+    with emulated():
+        for mine, gpus in (("GPU-a", "bb"), ("GPU-a", "ab"), ("GPU-a", ("b", "cpu"))):
+            monkeypatch.setattr(
+                torch.cuda, "get_device_properties", lambda _, own=mine: SimpleNamespace(uuid=own)
+            )
+            names = [g if g == "cpu" else f"GPU-{g}" for g in gpus]
+            store = _Store({f"gpu/{i}": name.encode() for i, name in enumerate(names, 1)})
+            assert wire_device(store, 0, range(3), HERE) == CPU
+        apart = _Store({"gpu/1": b"GPU-b", "gpu/2": b"GPU-c"})
+        assert wire_device(apart, 0, range(3), HERE) == HERE
 
 
 @pytest.mark.parametrize("masked", [False, True])

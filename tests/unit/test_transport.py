@@ -15,12 +15,14 @@ from torch.distributed import HashStore
 from specdec.distributed.group import Inbox
 from specdec.distributed.messages import Kind, Message
 from specdec.distributed.transport import (
+    CPU,
     ROWS,
     Connections,
     ControlLink,
     Peer,
     PeerLost,
     RowReceiver,
+    RowSender,
 )
 from specdec.types import IntArray
 
@@ -68,11 +70,14 @@ def test_messages_of_any_size_arrive_in_order(ranks, links):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_rows_arrive_in_order_and_unchanged(ranks, dtype):
     """Also more rows than a chunk, and rows in another memory layout."""
-    after, before = (mine.peer(1 - r, max_pending=2) for r, mine in enumerate(ranks))
-    receiver = RowReceiver(before, ROWS + 1, width=64, dtype=dtype)
+    (after, wire), (before, _) = (
+        mine.stage_peer(1 - r, CPU, max_pending=2) for r, mine in enumerate(ranks)
+    )
+    sender = RowSender(after, ROWS + 1, wire)
+    receiver = RowReceiver(before, ROWS + 1, wire, width=64, dtype=dtype)
     sent = [torch.randn(num, 64).to(dtype) for num in (1, 7, 256, 257, 5_000, 3)]
     sent.append(sent[2].T.contiguous().T)
-    thread = in_background(lambda: [after.send_rows(rows, ROWS + 1) for rows in sent])
+    thread = in_background(lambda: [sender.send(rows) for rows in sent])
     for rows in sent:
         assert torch.equal(receiver.receive(len(rows)), rows)
         receiver.release()
@@ -93,7 +98,7 @@ class Link:
     """What a rank has sent before it ended."""
 
     def __init__(self, rank: int, *bodies: Any) -> None:
-        self._gone = Peer(Gone(), rank, max_pending=1)
+        self._gone = Peer(Gone(), rank, index=rank, max_pending=1)
         self._sent = [Message(Kind.ANSWERS, 1, tick, body) for tick, body in enumerate(bodies)]
 
     def receive(self) -> IntArray:
