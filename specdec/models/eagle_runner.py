@@ -66,17 +66,17 @@ class EagleRunner:
         self.device = weight.device
         self._kernel = attention_kernel(attention, self.device, weight.dtype)
         self.spec = CacheSpec(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_layers=config.layer.num_hidden_layers,
+            num_kv_heads=config.layer.num_key_value_heads,
+            head_dim=config.layer.head_dim,
             dtype=weight.dtype,
             device=self.device,
         )
-        self.max_positions = config.max_positions
+        self.max_positions = config.layer.max_position_embeddings
         self.own_bytes = sum(p.nbytes for p in head.parameters())
-        own: Any = head.embed_tokens if config.own_embedding else None
-        embedding = 0 if own is None else own.weight.nbytes
-        self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
+        self.weight_bytes = head.shared_output_bytes + sum(
+            p.nbytes for name, p in head.named_parameters() if not name.startswith("embed_tokens.")
+        )
         self._onnx: Any = None
         if backend == "onnx":
             heads = backend_module("specdec.models.onnx.heads")
@@ -89,7 +89,7 @@ class EagleRunner:
         if version == "mtp":
             return cls(mtp_head(pair), meter=meter, attention=pair.attention)
         head = pair.eagle_head(version)
-        backend = pair.backend_of(head.config.llama())
+        backend = pair.backend_of(head.config.layer)
         return cls(head, meter=meter, attention=pair.attention, backend=backend)
 
     @property
@@ -98,7 +98,7 @@ class EagleRunner:
 
     @property
     def vocab_size(self) -> int:
-        return self.head.config.vocab_size
+        return self.head.config.layer.vocab_size
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -175,7 +175,7 @@ class EagleRunner:
     def _compare(self, run: Run) -> None:
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(7, self.head.config.feature_size, generator=generator)
-        states = torch.randn(3, self.head.config.hidden_size, generator=generator)
+        states = torch.randn(3, self.head.config.layer.hidden_size, generator=generator)
         places = np.arange(4)
         results: list[Tensor] = []
         with torch.inference_mode():

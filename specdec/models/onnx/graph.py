@@ -90,7 +90,7 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
         chosen = writer.op("Gather", normed, rows, axis=1)
         logits = writer.linear("output", [output], chosen)
         if isinstance(output, ReducedOutput):
-            logits = writer.spread(logits, output.places.tolist())
+            logits = writer.spread(logits, output.ids, output.vocab_size)
         writer.output("logits", logits, ["one", "A", "V"])
     for state in states:
         writer.hidden_names.append(f"state_{len(writer.hidden_names)}")
@@ -189,13 +189,14 @@ class GraphWriter:
             accuracy_level=4,  # activations are rounded to 8 bits: the fast kernels
         )
 
-    def spread(self, logits: str, places: list[int]) -> str:
+    def spread(self, logits: str, ids: Tensor, vocab_size: int) -> str:
         first = self.op("Gather", logits, self.constant("first", [0]), axis=-1)
         minus_infinity = self.weight("minus_infinity", torch.tensor([-torch.inf]))
         # first - first is 0 and has the shape of a column.
         column = self.op("Add", self.op("Sub", first, first), minus_infinity)
         both = self.op("Concat", logits, column, axis=-1)
-        return self.op("Gather", both, self.constant("places", places), axis=-1)
+        places = torch.full((vocab_size,), len(ids)).index_copy(0, ids, torch.arange(len(ids)))
+        return self.op("Gather", both, self.constant("places", places.tolist()), axis=-1)
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
         """Returns the root-mean-square norm of ``value + update``, and the sum."""

@@ -40,12 +40,12 @@ def build_head_graph(head: EagleHead) -> Graph:
     R, E] and logits [1, A, U].
     """
     config = head.config
-    layers = range(config.num_layers)
-    writer = GraphWriter(config.llama(), head.rotary, dict.fromkeys(layers, ScoreOptions()))
-    table = writer.weight("embeddings", _embedding(head))
+    options = dict.fromkeys(range(len(head.layers)), ScoreOptions())
+    writer = GraphWriter(config.layer, head.rotary, options)
+    table = writer.weight("embeddings", head.embedding)
     embedded = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
     fused = _fused(writer, head, writer.declare_floats("features", [1, "F", config.feature_size]))
-    own = writer.declare_floats("own", [1, "O", config.hidden_size])
+    own = writer.declare_floats("own", [1, "O", config.layer.hidden_size])
     both = writer.op("Concat", fused, own, axis=1)
     stream = writer.op("Gather", both, writer.declare_indices("order", ["R"]), axis=1)
     writer.declare_rows()
@@ -60,22 +60,10 @@ def build_head_graph(head: EagleHead) -> Graph:
     chosen = writer.op("Gather", normed, rows, axis=1)
     fed_back = normed if config.norm_output else stream
     writer.output("states", fed_back, ["one", "R", "E"])
-    writer.output("logits", writer.linear("output", [_output(head)], chosen), ["one", "A", "U"])
-    return writer.finish()
-
-
-def _embedding(head: EagleHead) -> Tensor:
-    if head.config.own_embedding:
-        return head.embed_tokens.weight
-    (matrix,) = head._target_embedding
-    assert matrix is not None
-    return matrix
-
-
-def _output(head: EagleHead) -> nn.Linear:
-    output = head.lm_head if head.config.own_output else head._target_output[0]
+    output = head.output
     assert isinstance(output, nn.Linear)
-    return output
+    writer.output("logits", writer.linear("output", [output], chosen), ["one", "A", "U"])
+    return writer.finish()
 
 
 def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
@@ -111,12 +99,12 @@ def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: s
 class OnnxHead:
     def __init__(self, head: EagleHead, spec: CacheSpec) -> None:
         config = head.config
-        reason = problem(config.llama(), spec.dtype, spec.device)
+        reason = problem(config.layer, spec.dtype, spec.device)
         if reason:
             raise UserError(
                 f"model.backend=onnx cannot run this EAGLE head: {reason}; use model.backend=eager"
             )
-        self._feature_size, self._hidden_size = config.feature_size, config.hidden_size
+        self._feature_size, self._hidden_size = config.feature_size, config.layer.hidden_size
         self._draft_vocab_size = config.draft_vocab_size
         self._session = CacheSession(build_head_graph(head), [None])
 
@@ -231,19 +219,18 @@ class OnnxMedusa:
             raise UserError(
                 f"model.backend=onnx cannot run Medusa heads: {reason}; use model.backend=eager"
             )
-        self._heads = [new_session(_head_graph(target, head)) for head in heads]
-        self._has_output = [head.output is not None for head in heads]
-        self._places = [head.places for head in heads]
-        self._output = None if all(self._has_output) else new_session(_output_graph(target))
+        self._sessions = [new_session(_head_graph(target, head)) for head in heads]
+        shared = any(head.output is None for head in heads)
+        self._output = new_session(_output_graph(target)) if shared else None
+        self._heads = heads
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
         """Returns [R, V] of head ``number`` (1 .. K) for hidden [R, E] on the host, R >= 1."""
-        found = _run(self._heads[number - 1], hidden.numpy())
-        if not self._has_output[number - 1]:
-            assert self._output is not None, "a head has an output matrix, or shares the target's"
+        head, session = self._heads[number - 1], self._sessions[number - 1]
+        found = _run(session, hidden.numpy())
+        if head.output is None:
             found = _run(self._output, found)
-        logits, places = torch.from_numpy(found), self._places[number - 1]
-        return logits if places is None else spread(logits, places)
+        return spread(torch.from_numpy(found), head.ids, head.vocab_size)
 
 
 def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:
