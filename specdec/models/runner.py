@@ -122,22 +122,6 @@ def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
     )
 
 
-def selected_logits(
-    output: RunnerOutput, available: IntArray | None, wanted: IntArray | None
-) -> RunnerOutput:
-    """Returns the output with only the logits of the rows ``wanted``, int64[A], in this order;
-    None: unchanged.
-
-    ``available``, ascending, lists the rows of ``output.logits``; None means all rows.
-    """
-    if output.logits is None or wanted is None:
-        return output
-    order = wanted if available is None else np.searchsorted(available, wanted)
-    if np.array_equal(order, np.arange(len(output.logits))):
-        return output
-    return replace(output, logits=output.logits[to_device(order, output.logits.device)])
-
-
 def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
     both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
     # Tokens outside a draft vocabulary are -inf in both.
@@ -162,6 +146,34 @@ class Backend:
 
     def new_cache(self, capacity: int) -> TreeCache:
         return TreeCache(spec=self.layers.spec, capacity=capacity)
+
+
+def in_parts(
+    parts: Sequence[Sequence[Rows]],
+    hidden: Tensor | None,
+    logits_rows: IntArray | None,
+    run: Callable[[Sequence[Rows], Tensor | None, IntArray], RunnerOutput],
+) -> RunnerOutput:
+    """Runs the rows of a pass in parts, one after the other in packing order.
+
+    ``run`` gets the rows of a part, their hidden states, and the indices of those whose logits are
+    computed, ascending.
+    """
+    num_rows = sum(len(rows) for part in parts for rows in part)
+    wanted = np.arange(num_rows) if logits_rows is None else np.sort(logits_rows)
+    outputs, start = [], 0
+    for part in parts:
+        stop = start + sum(map(len, part))
+        own = wanted[slice(*wanted.searchsorted([start, stop]))] - start
+        outputs.append(run(part, None if hidden is None else hidden[start:stop], own))
+        start = stop
+    output = concatenate(outputs)
+    if output.logits is None or logits_rows is None:
+        return output
+    order = wanted.searchsorted(logits_rows)
+    if np.array_equal(order, np.arange(len(order))):
+        return output
+    return replace(output, logits=output.logits[to_device(order, output.logits.device)])
 
 
 class Eager(Backend):

@@ -13,7 +13,6 @@ draft vocabulary, V vocabulary, K heads.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -143,42 +142,29 @@ class OnnxHead:
         is_feature: BoolArray,
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
-        num_rows, num_logits = len(rows), len(logits_rows)
-        num_features, num_own = len(features), len(states)
+        num_features, num_logits = len(features), len(logits_rows)
         # Sizes are at least 1: graphs with none are not tested.
-        key = num_rows, max(num_logits, 1), max(num_features, 1), max(num_own, 1)
-        memory = self._session.memory(key, partial(self._arrays, *key))
-        into = memory.inputs
-        into["tokens"][0] = rows.tokens
-        if num_features:
-            into["features"][0] = features.numpy()
-        if num_own:
-            into["own"][0] = states.numpy()
-        order = np.where(is_feature, is_feature.cumsum(), (~is_feature).cumsum() + key[2])
-        into["order"][:] = order - 1
-        into["logits_rows"][:] = logits_rows if num_logits else 0
-        self._session.run(rows, memory)
-        found, logits = memory.results()
+        order = np.where(
+            is_feature, is_feature.cumsum(), (~is_feature).cumsum() + max(num_features, 1)
+        )
+        inputs: dict[str, Array] = {
+            "tokens": rows.tokens[None],
+            "features": _at_least_one(features, self._feature_size),
+            "own": _at_least_one(states, self._hidden_size),
+            "order": order - 1,
+            "logits_rows": logits_rows if num_logits else np.zeros(1, np.int64),
+        }
+        shapes = {
+            "states": (1, len(rows), self._hidden_size),
+            "logits": (1, max(num_logits, 1), self._draft_vocab_size),
+        }
+        found, logits = self._session.run(rows, inputs, shapes)
         return found, logits[:num_logits]
 
-    def _arrays(
-        self, num_rows: int, num_logits: int, num_features: int, num_own: int
-    ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        shared, rows = self._session.shared_array, (1, num_rows)
-        inputs: dict[str, Array] = {
-            "tokens": np.empty(rows, np.int64),
-            "positions": np.empty(rows, np.int64),
-            "features": shared("features", (1, num_features, self._feature_size)),
-            "own": shared("own", (1, num_own, self._hidden_size)),
-            "order": np.empty(num_rows, np.int64),
-            "logits_rows": np.empty(num_logits, np.int64),
-        }
-        for name in ("features", "own"):  # keeps an unused row finite
-            inputs[name].fill(0.0)
-        return inputs, {
-            "states": (*rows, self._hidden_size),
-            "logits": (1, num_logits, self._draft_vocab_size),
-        }
+
+def _at_least_one(states: Tensor, size: int) -> Array:
+    """Returns states [R, size] as [1, max(R, 1), size], where an unused row is finite."""
+    return states.numpy()[None] if len(states) else np.zeros((1, 1, size), np.float32)
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
