@@ -40,6 +40,7 @@ from specdec.files import write_bytes, write_json
 from specdec.models.config_values import config_value
 from specdec.models.eagle import ATTENTION
 from specdec.models.eagle_loading import (
+    layer_shape,
     mapped_ids,
     refuse_other_tensors,
     sampled_text,
@@ -411,22 +412,15 @@ def block_config(kind: Kind, target: Any, **variants: Any) -> BlockConfig:
     ``feed_forward`` are the drafter's; other ``variants`` are fields of ``BlockConfig``.
     """
     text = target.get_text_config()
-    num, size = int(text.num_hidden_layers), int(text.hidden_size)
-    heads, vocab = int(text.num_attention_heads), int(text.vocab_size)
+    shape, num = layer_shape(target), int(text.num_hidden_layers)
+    size, vocab = shape["hidden_size"], shape["vocab_size"]
     rope = config_value(text, "rope_parameters", {})
-    layer = Qwen3Config(
-        hidden_size=size,
-        intermediate_size=variants.pop("feed_forward", None)
-        or int(config_value(text, "intermediate_size", 4 * size)),
-        num_hidden_layers=variants.pop("num_layers", 1),
-        num_attention_heads=heads,
-        num_key_value_heads=int(config_value(text, "num_key_value_heads", heads)),
-        head_dim=int(config_value(text, "head_dim", size // heads)),
-        max_position_embeddings=int(text.max_position_embeddings),
-        rms_norm_eps=float(config_value(text, "rms_norm_eps", 1e-6)),
-        vocab_size=vocab,
+    own = {
+        "intermediate_size": variants.pop("feed_forward", None) or shape["intermediate_size"],
+        "num_hidden_layers": variants.pop("num_layers", 1),
         **({"rope_parameters": rope} if "rope_theta" in rope else {}),
-    )
+    }
+    layer = Qwen3Config(**{**shape, **own})
     low, high = min(1, num - 1), max(num - 3, min(2, num - 1))
     spread = torch.linspace(low, high, 5).round().int().tolist()
     fields: dict[str, Any] = {

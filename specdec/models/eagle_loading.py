@@ -323,6 +323,30 @@ def mapped_ids(label: str, offsets: Tensor | None, size: int, vocab_size: int) -
     return ids
 
 
+def layer_shape(target: Any) -> dict[str, Any]:
+    """Returns entries of transformers' config for one layer in the shape of a target's layers."""
+    text = target.get_text_config()
+    try:
+        hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+        vocab_size, positions = int(text.vocab_size), int(text.max_position_embeddings)
+    except AttributeError as error:
+        raise UserError(
+            f"a head for a target of model_type {target.model_type!r} cannot be made: its config"
+            f" has no {error.name}; use another family, such as llama or qwen3"
+        ) from error
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": int(config_value(text, "intermediate_size", 4 * hidden)),
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config_value(text, "num_key_value_heads", heads)),
+        "head_dim": int(config_value(text, "head_dim", hidden // heads)),
+        "vocab_size": vocab_size,
+        "rms_norm_eps": float(config_value(text, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": positions,
+    }
+
+
 def untrained_config(
     version: Literal[1, 3],
     target: Any,
@@ -333,32 +357,12 @@ def untrained_config(
     """Describes a one-layer head in the shapes of a target's layers, with its vocabulary; ``layer``
     has other entries of the layer's config, and ``variants`` other values of fields.
     """
-    text = target.get_text_config()
-    try:
-        hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
-        num_layers, vocab = int(text.num_hidden_layers), int(text.vocab_size)
-        positions = int(text.max_position_embeddings)
-    except AttributeError as error:
-        raise UserError(
-            f"an EAGLE head for a target of model_type {target.model_type!r} cannot be made: its"
-            f" config has no {error.name}; use another family, such as llama or qwen3"
-        ) from error
-    shape: dict[str, Any] = {
-        "hidden_size": hidden,
-        "intermediate_size": int(config_value(text, "intermediate_size", 4 * hidden)),
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(config_value(text, "num_key_value_heads", heads)),
-        "head_dim": int(config_value(text, "head_dim", hidden // heads)),
-        "vocab_size": vocab,
-        "rms_norm_eps": float(config_value(text, "rms_norm_eps", 1e-6)),
-        "max_position_embeddings": positions,
-    }
+    shape, num_layers = layer_shape(target), int(target.get_text_config().num_hidden_layers)
     fields: dict[str, Any] = {
         "version": version,
         "layers": default_layers(num_layers) if version == 3 else (num_layers - 1,),
-        "target_hidden_size": hidden,
-        "draft_vocab_size": vocab,
+        "target_hidden_size": shape["hidden_size"],
+        "draft_vocab_size": shape["vocab_size"],
         "own_output": version == 3,
     }
     return EagleConfig(layer=LlamaConfig(**{**shape, **(layer or {})}), **{**fields, **variants})

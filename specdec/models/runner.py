@@ -49,9 +49,11 @@ from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import (
     cache_argument,
     final_norm,
+    first_of,
     keep_layers,
     layers_name,
     shared_copy,
+    with_hidden,
 )
 from specdec.types import HiddenName, IntArray, TreeRows
 
@@ -377,14 +379,11 @@ def slice_model(
 
 
 def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-    kwargs[PLAN].captured[name] = output[0] if isinstance(output, tuple) else output
+    kwargs[PLAN].captured[name] = first_of(output)
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hidden = kwargs[PLAN].hidden
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
+    return with_hidden(kwargs[PLAN].hidden, args, kwargs)
 
 
 def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
@@ -492,8 +491,8 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 class Probe(PassPlan):
-    """A plan that records the shapes of keys, the options by layer of the slice and which have a
-    sliding window, and rejects unsupported attention arguments.
+    """A plan that records the shapes of keys and the options by layer of the slice, and rejects
+    unsupported attention arguments.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor | None) -> None:
@@ -501,7 +500,6 @@ class Probe(PassPlan):
         self.shapes: dict[int, tuple[int, int]] = {}
         self.options: dict[int, ScoreOptions] = {}
         self.num_heads = 0
-        self.windowed: set[int] = set()
         self._model_type = model_type
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -515,8 +513,6 @@ class Probe(PassPlan):
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
         self.options[self.cache.layer] = options
         self.num_heads = query.shape[1]
-        if options.window is not None:
-            self.windowed.add(self.cache.layer)
         return rearrange(torch.zeros_like(query), "b h r d -> b r h d")
 
 
@@ -545,11 +541,12 @@ def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
             f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
         )
     kinds = config_value(config, "layer_types", ["full_attention"] * num_layers)
-    windowed = {i for i, name in enumerate(kinds) if name == "sliding_attention"}
-    if {*kinds} - {"full_attention", "sliding_attention"} or not windowed <= probe.windowed:
+    stated = {i for i, name in enumerate(kinds) if name == "sliding_attention"}
+    windowed = {i for i, options in probe.options.items() if options.window is not None}
+    if {*kinds} - {"full_attention", "sliding_attention"} or not stated <= windowed:
         raise UserError(
             f"model type {kind!r} cannot be used: its layers are {sorted({*kinds})}, and "
-            f"{len(probe.windowed)} of {num_layers} use a sliding window; use a family "
+            f"{len(windowed)} of {num_layers} use a sliding window; use a family "
             "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
         )
     num_kv_heads, head_dim = probe.shapes[0]

@@ -2,10 +2,11 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.types import HiddenName
+
+K = TypeVar("K")
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names since and before transformers 5.24; outputs have an attribute of the same name."""
@@ -86,32 +89,44 @@ def _of_forward(forward: Callable[..., Any]) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[-1])
 
 
+@contextmanager
+def recorded(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
+    """Yields a dictionary that gets the last output of each module inside the block."""
+    found: dict[K, Tensor] = {}
+    hooks = [m.register_forward_hook(partial(_record, found, key)) for key, m in modules.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _record(found: dict[Any, Tensor], key: Any, _: nn.Module, __: Any, output: Any) -> None:
+    found[key] = first_of(output)
+
+
+def first_of(output: Any) -> Tensor:
+    """Returns the hidden states of a layer's output, which some families return in a tuple."""
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments of a layer's forward with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
+
+
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
     """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V], by
     transformers' own forward on int64[B, T].
     """
-    found: dict[HiddenName, Tensor] = {}
-
-    def note(name: HiddenName) -> Any:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            found[name] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
     layers: Any = target.get_submodule(layers_name(target))
-    hooks = [
-        (final_norm(target) if name.normed else layers[name.layer]).register_forward_hook(
-            note(name)
-        )
-        for name in names
-    ]
-    try:
-        with torch.no_grad():
-            logits = target(tokens, use_cache=False).logits
-    finally:
-        for handle in hooks:
-            handle.remove()
+    modules = {name: final_norm(target) if name.normed else layers[name.layer] for name in names}
+    with torch.no_grad(), recorded(modules) as found:
+        logits = target(tokens, use_cache=False).logits
     streams = [found[name] for name in names]
     return torch.cat(streams, -1) if streams else logits[..., :0], logits

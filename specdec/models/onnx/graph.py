@@ -27,7 +27,7 @@ from specdec.types import HiddenName
 
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-_FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
+_FLOAT, _INT64, _INT32, BOOL = 1, 7, 6, 9  # of onnx.TensorProto
 QUANTISED = "MatMulNBits"
 
 
@@ -40,8 +40,6 @@ class Graph:
     model: bytes  # serialised ``onnx.ModelProto``; its initializers are external data
     # name -> array of every large initializer, float32 or packed codes
     weights: dict[str, np.ndarray[Any, Any]]
-    # outputs that are hidden states [R, E]: the slice's output, then captured ones
-    hidden_names: tuple[str, ...]
 
 
 def with_exact_products(graph: Graph) -> Graph:
@@ -62,6 +60,8 @@ def epsilon(norm: Any) -> float:
 def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
     """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``. ``bits`` of a
     weight in linear layers and the output head; None: float32.
+
+    The outputs ``state_0``, ``state_1``, ... are the slice's output, then the captured states.
     """
     model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
@@ -92,9 +92,8 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
         if isinstance(output, ReducedOutput):
             logits = writer.spread(logits, output.ids, output.vocab_size)
         writer.output("logits", logits, ["one", "A", "V"])
-    for state in states:
-        writer.hidden_names.append(f"state_{len(writer.hidden_names)}")
-        writer.output(writer.hidden_names[-1], found[state], ["one", "R", "E"])
+    for number, state in enumerate(states):
+        writer.output(f"state_{number}", found[state], ["one", "R", "E"])
     return writer.finish()
 
 
@@ -111,8 +110,6 @@ class GraphWriter:
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
-    # outputs that are hidden states, in order
-    hidden_names: list[str] = field(default_factory=list)
     # id of a norm's module -> name of its weight
     norms: dict[int, str] = field(default_factory=dict)
 
@@ -299,8 +296,4 @@ class GraphWriter:
         )
         domains = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
         proto = helper.make_model(graph, opset_imports=domains, ir_version=_IR_VERSION)
-        return Graph(
-            model=proto.SerializeToString(),
-            weights=self.weights,
-            hidden_names=tuple(self.hidden_names),
-        )
+        return Graph(model=proto.SerializeToString(), weights=self.weights)

@@ -6,8 +6,7 @@ the prefix, new ones, and nodes. Medusa heads have no cache: a pass is norm, blo
 over the rows of all requests; heads that share the target's output matrix share one session for it,
 so that ONNX Runtime stores one copy of the matrix.
 
-Shape letters: R rows of a pass, F of them whose state is a feature of the target, O = R - F whose
-state is an output of the head, A rows whose logits are computed, E hidden size, S feature size, U
+Shape letters: R rows of a pass, A rows whose logits are computed, E hidden size, S feature size, U
 draft vocabulary, V vocabulary, K heads.
 """
 
@@ -25,28 +24,28 @@ from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
 from specdec.models.exits import spread
 from specdec.models.medusa import MedusaHead
-from specdec.models.onnx.graph import Graph, GraphWriter
+from specdec.models.onnx.graph import BOOL, Graph, GraphWriter
 from specdec.models.onnx.session import Array, CacheSession, new_session
 from specdec.models.onnx.support import problem
-from specdec.types import BoolArray, IntArray
+from specdec.types import IntArray
 
 
 def build_head_graph(head: EagleHead) -> Graph:
     """Writes a pass of a head as a graph; ``problem`` must accept its configuration.
 
-    Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
-    of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states [1,
-    R, E] and logits [1, A, U].
+    Inputs: tokens and positions int64[1, R]; features [1, R, S] and own [1, R, E], of which
+    is_feature bool[R, 1] chooses every row's state; logits_rows int64[A]. Outputs: states [1, R, E]
+    and logits [1, A, U].
     """
     config = head.config
     options = dict.fromkeys(range(len(head.layers)), ScoreOptions())
     writer = GraphWriter(config.layer, head.rotary, options)
     table = writer.weight("embeddings", head.embedding)
     embedded = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
-    fused = _fused(writer, head, writer.declare_floats("features", [1, "F", config.feature_size]))
-    own = writer.declare_floats("own", [1, "O", config.layer.hidden_size])
-    both = writer.op("Concat", fused, own, axis=1)
-    stream = writer.op("Gather", both, writer.declare_indices("order", ["R"]), axis=1)
+    fused = _fused(writer, head, writer.declare_floats("features", [1, "R", config.feature_size]))
+    own = writer.declare_floats("own", [1, "R", config.layer.hidden_size])
+    is_feature = writer.declare(writer.inputs, "is_feature", BOOL, ["R", 1])
+    stream = writer.op("Where", is_feature, fused, own)
     writer.declare_rows()
     if config.version == 1:
         stream = writer.linear("fc", [head.fc], writer.op("Concat", embedded, stream, axis=-1))
@@ -116,55 +115,38 @@ class OnnxHead:
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
         """Returns states [R, E] and logits [A, U]; arguments are as in ``EagleRunner.forward``."""
-        is_feature = np.zeros(sum(map(len, rows)), np.bool_)
+        num_rows = sum(map(len, rows))
+        is_feature = np.zeros(num_rows, np.bool_)
         is_feature[feature_rows] = True
-        found = []
-        start = feature = own = 0  # of the next part
+        # The graph maps a row's feature and its parent's output, of which one is zeros.
+        given = np.zeros((num_rows, self._feature_size), np.float32)
+        own = np.zeros((num_rows, self._hidden_size), np.float32)
+        given[feature_rows] = features.numpy()
+        if len(states):
+            own[~is_feature] = states.numpy()
+        found, start = [], 0
         for part in _joined(rows):
             stop = start + len(part)
-            mine = is_feature[start:stop]
-            num = int(np.count_nonzero(mine))
-            more = feature + num, own + len(part) - num
             chosen = logits_rows[(logits_rows >= start) & (logits_rows < stop)] - start
-            inputs = features[feature : more[0]], states[own : more[1]]
-            found.append(self._run_one(part, *inputs, mine, chosen))
-            start, (feature, own) = stop, more
+            inputs: dict[str, Array] = {
+                "tokens": part.tokens[None],
+                "features": given[None, start:stop],
+                "own": own[None, start:stop],
+                "is_feature": is_feature[start:stop, None],
+                # At least one row: graphs with none are not tested.
+                "logits_rows": chosen if len(chosen) else np.zeros(1, np.int64),
+            }
+            shapes = {
+                "states": (1, len(part), self._hidden_size),
+                "logits": (1, max(len(chosen), 1), self._draft_vocab_size),
+            }
+            outputs, logits = self._session.run(part, inputs, shapes)
+            found.append((outputs, logits[: len(chosen)]))
+            start = stop
         if len(found) == 1:
             return found[0]
         all_states, all_logits = zip(*found, strict=True)
         return torch.cat(all_states), torch.cat(all_logits)
-
-    def _run_one(
-        self,
-        rows: Rows,
-        features: Tensor,
-        states: Tensor,
-        is_feature: BoolArray,
-        logits_rows: IntArray,
-    ) -> tuple[Tensor, Tensor]:
-        num_features, num_logits = len(features), len(logits_rows)
-        # Sizes are at least 1: graphs with none are not tested.
-        order = np.where(
-            is_feature, is_feature.cumsum(), (~is_feature).cumsum() + max(num_features, 1)
-        )
-        inputs: dict[str, Array] = {
-            "tokens": rows.tokens[None],
-            "features": _at_least_one(features, self._feature_size),
-            "own": _at_least_one(states, self._hidden_size),
-            "order": order - 1,
-            "logits_rows": logits_rows if num_logits else np.zeros(1, np.int64),
-        }
-        shapes = {
-            "states": (1, len(rows), self._hidden_size),
-            "logits": (1, max(num_logits, 1), self._draft_vocab_size),
-        }
-        found, logits = self._session.run(rows, inputs, shapes)
-        return found, logits[:num_logits]
-
-
-def _at_least_one(states: Tensor, size: int) -> Array:
-    """Returns states [R, size] as [1, max(R, 1), size], where an unused row is finite."""
-    return states.numpy()[None] if len(states) else np.zeros((1, 1, size), np.float32)
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:

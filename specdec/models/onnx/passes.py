@@ -42,7 +42,7 @@ class Onnx(Backend):
         graph = build_graph(layers, bits)
         states = list(dict.fromkeys([layers.output, *layers.capture]))
         self._captured = [(name, states.index(name)) for name in layers.capture]
-        self._outputs = graph.hidden_names
+        self._outputs = [f"state_{number}" for number in range(len(states))]
         self._hidden_size, self._vocab_size = layers.hidden_size, layers.vocab_size
         windows = {option.window for option in layers.options.values()}
         self._session = CacheSession(with_exact_products(graph) if bits else graph, windows)
