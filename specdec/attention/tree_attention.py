@@ -336,7 +336,7 @@ class TreeCache:
     def key_positions(self, end: int) -> IntArray:
         """Returns the absolute positions, int64[end], of the entries in the first ``end`` slots."""
         positions = np.arange(end)
-        positions[self.cached_len : end] = self.node_positions[: end - self.cached_len]
+        positions[self.cached_len :] = self.node_positions[: max(0, end - self.cached_len)]
         return positions
 
     # Growing.

@@ -396,24 +396,22 @@ def fit_head(
     *,
     sequences: int = 64,
     length: int = 16,
-    steps: int = 40,
-    seed: int = 0,
 ) -> EagleHead:
     """Trains a head in place on text that the target samples at temperature 1, and freezes it (fast
     heads: ``specdec train eagle3``).
 
-    It is teacher forced, with the cross-entropy to the target's distribution, for ``steps`` of Adam
+    It is teacher forced, with the cross-entropy to the target's distribution, for 40 steps of Adam
     over all of the text; the head has the target's whole vocabulary.
     """
     with torch.inference_mode(False):
-        text = sampled_text(target, sequences, length, seed=seed)
+        text = sampled_text(target, sequences, length, seed=0)
         states, logits = hidden_states(target, text, head.config.names)
         goal, given = logits[:, 1:].softmax(-1), states[:, :-1]
         positions = torch.arange(length - 1, device=text.device)[None]
         head.requires_grad_(True)
         optimizer = torch.optim.Adam(head.parameters(), lr=_RATE)
         with torch.enable_grad():
-            for _ in range(steps):
+            for _ in range(40):
                 outputs = head(text[:, 1:], head.states(given), positions)
                 loss = -(goal * head.logits(outputs).log_softmax(-1)).sum(-1).mean()
                 optimizer.zero_grad()

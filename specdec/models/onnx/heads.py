@@ -121,7 +121,8 @@ class OnnxHead:
         # The graph maps a row's feature and its parent's output, of which one is zeros.
         given = np.zeros((num_rows, self._feature_size), np.float32)
         own = np.zeros((num_rows, self._hidden_size), np.float32)
-        given[feature_rows] = features.numpy()
+        if len(features):
+            given[feature_rows] = features.numpy()
         if len(states):
             own[~is_feature] = states.numpy()
         found, start = [], 0

@@ -47,7 +47,7 @@ class Onnx(Backend):
         windows = {option.window for option in layers.options.values()}
         self._session = CacheSession(with_exact_products(graph) if bits else graph, windows)
         with torch.inference_mode():
-            refuse_wrong(self._sample(self), self._sample(eager), "model")
+            refuse_wrong([self._sample(self)], [self._sample(eager)], "model")
         if bits:
             self._session = CacheSession(graph, windows)
 
@@ -81,29 +81,22 @@ class Onnx(Backend):
             captured={name: states[i] for name, i in self._captured},
         )
 
-    def _sample(self, backend: Backend) -> list[Tensor]:
+    def _sample(self, backend: Backend) -> Tensor:
         places, half = np.arange(_SAMPLE), _SAMPLE // 2
         hidden = None
         if not self.layers.is_first:
             generator = torch.Generator().manual_seed(0)
             hidden = torch.randn(_SAMPLE, self._hidden_size, generator=generator)
+        tree = TreeRows.within(
+            prefix_len=half,
+            node_ids=places[:half],
+            tokens=places[half:],
+            parent_ids=np.maximum(-1, places[:half] - 2),  # two roots, and a chain below each
+        )
         cache = TreeCache(spec=self.layers.spec, capacity=_SAMPLE)
-        outputs = []
-        for part in (slice(0, half), slice(half, None)):
-            if not part.start:
-                rows = cache.rows(prefix_tokens=places[:half])
-            else:
-                tree = TreeRows.within(
-                    prefix_len=half,
-                    node_ids=places[:half],
-                    tokens=places[half:],
-                    # Two roots, and a chain below each.
-                    parent_ids=np.maximum(-1, places[:half] - 2),
-                )
-                rows = cache.rows(tree=tree)
-            output = backend.run([rows], None if hidden is None else hidden[part], None)
-            outputs.append(output.hidden if output.logits is None else output.logits)
-        return outputs
+        rows = cache.rows(prefix_tokens=places[:half], tree=tree)
+        output = backend.run([rows], hidden, None)
+        return output.hidden if output.logits is None else output.logits
 
 
 def _pieces(rows: Rows) -> list[Rows]:
