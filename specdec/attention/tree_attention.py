@@ -716,7 +716,9 @@ def dense_attention(
         key, value = (repeat(t, "b g c d -> b (g p) c d", p=per_group) for t in (key, value))
     # Without cuDNN, which makes a new execution plan for every context length.
     with sdpa_kernel(_ANY_LENGTH):
-        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+        return scaled_dot_product_attention(
+            query, key, value, mask, scale=scaling, enable_gqa=mask is None
+        )
 
 
 def capped_attention(
