@@ -22,28 +22,8 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names since and before transformers 5.24; outputs have an attribute of the same name."""
 
 
-class _Layers(nn.ModuleList):
-    """A list of layers whose full slice is itself; transformers slices it in every forward."""
-
-    def __getitem__(self, idx: Any) -> Any:
-        if isinstance(idx, slice) and idx.indices(len(self)) == (0, len(self), 1):
-            return self
-        return super().__getitem__(idx)
-
-
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
-    for module in model.modules():
-        # Most attributes are empty dictionaries of hooks, which take deepcopy most of its time.
-        memo[id(module)].__dict__ = {
-            name: type(value)()
-            if isinstance(value, dict) and not value
-            else copy.deepcopy(value, memo)
-            for name, value in vars(module).items()
-        }
-    copied: PreTrainedModel = memo[id(model)]
-    return copied
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
 
 
 def layers_name(model: PreTrainedModel) -> str:
@@ -59,7 +39,7 @@ def layers_name(model: PreTrainedModel) -> str:
 
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
     name, config = layers_name(model), model.config.get_text_config()
-    layers = _Layers(list(model.get_submodule(name))[first_layer:last_layer])  # type: ignore[arg-type]
+    layers: nn.ModuleList = model.get_submodule(name)[first_layer:last_layer]  # type: ignore[index]
     config.num_hidden_layers = len(layers)
     if config_value(config, "layer_types"):
         config.layer_types = list(config.layer_types[first_layer:last_layer])
