@@ -241,7 +241,6 @@ Storage: TypeAlias = Contiguous | Paged
 
 
 EMPTY: IntArray = np.zeros(0, np.int64)
-_SEES_ITSELF: BoolArray = np.ones((1, 1), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -381,9 +380,6 @@ class TreeCache:
         old = self.num_nodes
         ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
         self.node_positions = np.concatenate([self.node_positions, positions])
-        if not old and len(ids) == 1:  # plain decoding
-            assert positions[0] == self.cached_len, f"{ids} does not continue the cached prefix"
-            return _SEES_ITSELF
         order = ids.argsort()
         known = ids.take(order)
         assert True not in (known[1:] == known[:-1]), f"one of {tree.node_ids} has an entry already"
@@ -543,57 +539,47 @@ class PassCache:
         return 0
 
 
+@dataclass(kw_only=True, eq=False)
 class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
     Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
-    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. ``causal``: each
-    row sees exactly the slots up to its own. On the host, ``full`` says that every row sees every
-    slot, and ``split`` is ``first``; captured passes leave them at False and 0.
+    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. Masks have
+    ``num_slots`` columns (C).
     """
 
-    def __init__(
-        self,
-        *,
-        lengths: Tensor,
-        visible: Tensor,
-        num_slots: int,
-        dtype: torch.dtype,
-        positions: Tensor | None = None,
-        column_positions: Tensor | None = None,
-        causal: bool = False,
-        full: bool = False,
-        split: int = 0,
-    ) -> None:
-        """Stores the inputs; ``mask`` builds masks on first use, for ``num_slots`` columns (C).
+    lengths: Tensor
+    visible: Tensor
+    num_slots: int
+    dtype: torch.dtype
+    # int64[R] and int64[M], absolute positions of the rows and of the entries from ``first`` on;
+    # for sliding windows only
+    positions: Tensor | None = None
+    column_positions: Tensor | None = None
+    # whether each row sees exactly the slots up to its own, the last row's slot being the last one
+    causal: bool = False
+    # on the host: whether every row sees every slot, and ``first``; captured passes leave them out
+    full: bool = False
+    split: int = 0
+    _masks: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
-        ``positions`` int64[R] and ``column_positions`` int64[M] are absolute positions of the rows
-        and of the entries from ``first`` on, needed for sliding windows only. ``causal`` may be
-        true only if the last row's slot is also the last one.
-        """
-        self.causal, self.full, self.split = causal, full, split
-        self.lengths = lengths.to(torch.int32)
-        self.visible = visible
-        self._num_slots = num_slots
-        self._dtype = dtype
-        self._positions = positions
-        self._column_positions = column_positions
-        self._masks: dict[int | None, Tensor] = {}
+    def __post_init__(self) -> None:
+        self.lengths = self.lengths.to(torch.int32)
 
     def mask(self, window: int | None = None) -> Tensor:
         """Returns the additive mask [R, C], 0 where a row sees a slot."""
         if window not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
-            slots = torch.arange(self._num_slots, device=self.lengths.device)
+            slots = torch.arange(self.num_slots, device=self.lengths.device)
             columns = (slots - first).clamp(0, self.visible.shape[1] - 1)
             seen = (slots < first) | (self.visible.bool()[:, columns] & (slots < end))
             if window is not None:
-                assert self._positions is not None, "windows need positions"
-                assert self._column_positions is not None, "windows need positions"
-                slot_positions = torch.where(slots < first, slots, self._column_positions[columns])
-                seen = seen & (slot_positions > self._positions[:, None] - window)
-            mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
-            self._masks[window] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
+                assert self.positions is not None, "windows need positions"
+                assert self.column_positions is not None, "windows need positions"
+                slot_positions = torch.where(slots < first, slots, self.column_positions[columns])
+                seen = seen & (slot_positions > self.positions[:, None] - window)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+            self._masks[window] = mask.masked_fill(~seen, torch.finfo(self.dtype).min)
         return self._masks[window]
 
 
@@ -679,18 +665,13 @@ class AttentionPlan(PassPlan):
                 offset += len(part)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-        # Plain views here: this runs once per layer and token, where einops costs microseconds.
-        layer = self.cache.layer
-        if len(self._parts) == 1:
-            part = self._parts[0]
-            stored = part.store(layer, key, value)
-            return part.attend(query, stored, options, self._kernel).transpose(1, 2)
-        outputs = []
+        layer, outputs = self.cache.layer, []
         for part in self._parts:
             columns = part.columns
             stored = part.store(layer, key[:, :, columns], value[:, :, columns])
             outputs.append(part.attend(query[:, :, columns], stored, options, self._kernel))
-        return torch.cat(outputs, 2).transpose(1, 2)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return output.transpose(1, 2)
 
 
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

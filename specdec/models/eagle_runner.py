@@ -9,9 +9,9 @@ logits are computed, E hidden size, S feature size, U draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,11 +27,6 @@ from specdec.models.runner import backend_module, refuse_wrong
 from specdec.types import HiddenName, IntArray, TreeRows
 
 METER_NAME = "eagle"
-
-Run: TypeAlias = Callable[
-    [Sequence[Rows], Tensor, IntArray, Tensor, IntArray], tuple[Tensor, Tensor]
-]
-"""Maps the arguments of ``EagleRunner.forward`` to states [R, E] and logits [A, U]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class EagleRunner:
         if backend == "onnx":
             heads = backend_module("specdec.models.onnx.heads")
             self._onnx = heads.OnnxHead(self.head, self.spec)
-            self._compare(self._onnx.run)
+            self._compare()
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3, "mtp"], meter: Meter) -> EagleRunner:
@@ -165,21 +160,18 @@ class EagleRunner:
         fused = self.head.states(features.to(self.device, self.spec.dtype))
         if len(feature_rows) == num_rows:
             return fused
-        is_own = np.ones(num_rows, np.bool_)
-        is_own[feature_rows] = False
-        inputs = fused.new_empty(num_rows, fused.shape[1])
-        inputs[to_device(feature_rows, self.device)] = fused
-        inputs[to_device(np.flatnonzero(is_own), self.device)] = states
-        return inputs
+        own_rows = np.setdiff1d(np.arange(num_rows), feature_rows)
+        order = np.concatenate([feature_rows, own_rows]).argsort()
+        return torch.cat([fused, states])[to_device(order, self.device)]
 
-    def _compare(self, run: Run) -> None:
+    def _compare(self) -> None:
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(7, self.head.config.feature_size, generator=generator)
         states = torch.randn(3, self.head.config.layer.hidden_size, generator=generator)
         places = np.arange(4)
         results: list[Tensor] = []
         with torch.inference_mode():
-            for way in (run, self._run_eager):
+            for way in (self._onnx.run, self._run_eager):
                 cache = self.new_cache(8)
                 prompt = cache.rows(prefix_tokens=places)
                 results += way([prompt], features[:4], places, states[:0], places[3:])

@@ -11,7 +11,6 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -191,11 +190,8 @@ class Eager(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        if len(rows) == 1:
-            tokens, positions = rows[0].tokens, rows[0].positions
-        else:
-            tokens = np.concatenate([part.tokens for part in rows])
-            positions = np.concatenate([part.positions for part in rows])
+        tokens = np.concatenate([part.tokens for part in rows])
+        positions = np.concatenate([part.positions for part in rows])
         device, layers = self.layers.spec.device, self.layers
         step = AttentionPlan(
             rows=rows,
@@ -475,13 +471,9 @@ class ModelRunner:
             logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
         """
         assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
-        # Steps of the loop are in inference mode already; entering it again costs microseconds.
-        mode: AbstractContextManager[Any] = (
-            nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
-        )
         # Times include making masks and cache views, as do those of the baselines, which run
         # transformers' own forward.
-        with mode, model_call(self._meter, self.name, self.device):
+        with torch.inference_mode(), model_call(self._meter, self.name, self.device):
             return self.backend.run(rows, hidden, logits_rows)
 
 

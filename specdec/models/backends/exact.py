@@ -80,7 +80,7 @@ class Exact(Backend):
         self.layers = layers = eager.layers
         self._eager = eager
         self._group = None  # ranks must not wait for each other during proofs
-        setting = Setting.here(layers.spec.dtype, layers.spec.device)
+        setting = Setting(layers.spec.dtype, layers.spec.device, torch.get_num_threads())
         self.counts = proved_counts(_operators(layers, setting), setting)
         whole = proved_counts([self._whole_pass()], setting)
         self.counts = tuple(count for count in self.counts if count in whole)
@@ -243,10 +243,6 @@ class Setting:
     dtype: torch.dtype
     device: torch.device
     threads: int
-
-    @staticmethod
-    def here(dtype: torch.dtype, device: torch.device) -> Setting:
-        return Setting(dtype, device, torch.get_num_threads())
 
 
 _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
