@@ -37,7 +37,7 @@ from specdec.distributed.transport import (
 )
 from specdec.errors import UserError
 from specdec.pairs import ModelPair, build_pair
-from specdec.tensor_parallel import Collective
+from specdec.tensor_parallel.collective import Collective
 
 _MAX_PENDING = 16
 

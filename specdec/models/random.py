@@ -6,9 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
-from specdec.models.loading import torch_dtype, usable_device
+from specdec.models.loading import reference_attention, torch_dtype, usable_device
 
 WINDOWED = frozenset({"mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "qwen2", "qwen3"})
 """Families of ``CERTIFIED`` that can attend through a sliding window."""
@@ -51,10 +50,9 @@ def random_model(
         raise UserError(
             f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
         ) from error
-    capped = config_value(config, "attn_logit_softcapping")
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=kind, attn_implementation="eager" if capped else "sdpa"
+            config, dtype=kind, attn_implementation=reference_attention(config)
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

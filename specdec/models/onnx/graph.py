@@ -165,14 +165,11 @@ class GraphWriter:
         return self.op("Add", product, self.weight(f"{name}.bias", bias))
 
     def product(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
-        matrix = f"{name}.weight"
-        known = matrix in self.weights
-        weight = Tensor() if known else torch.cat([part.weight for part in parts])
+        matrix, weight = f"{name}.weight", torch.cat([part.weight for part in parts])
         if self.bits is None:
-            return self.op("MatMul", value, matrix if known else self.weight(matrix, weight.T))
+            return self.op("MatMul", value, self.weight(matrix, weight.T))
         bits = bits_of(name, self.bits)
-        if not known:
-            self.weights[matrix], self.weights[f"{matrix}.scales"] = packed(weight, bits)
+        self.weights[matrix], self.weights[f"{matrix}.scales"] = packed(weight, bits)
         return self.op(
             QUANTISED,
             value,
