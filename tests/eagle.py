@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from specdec.models.eagle import EagleConfig, EagleHead
 from specdec.models.eagle_loading import fit_head, untrained_config
@@ -18,18 +18,22 @@ from tests import toys
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_heads": 4,
-    "num_kv_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 4,
-    "target_hidden_size": 16,
     "vocab_size": 48,
-    "draft_vocab_size": 48,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1, "layers": (3,), "own_output": False, "fc_bias": True},
-    "eagle1 of two layers": {"version": 1, "layers": (3,), "own_output": False, "num_layers": 2},
+    "eagle1 of two layers": {
+        "version": 1,
+        "layers": (3,),
+        "own_output": False,
+        "num_hidden_layers": 2,
+    },
     "eagle3": {"version": 3, "layers": (0, 1, 2), "draft_vocab_size": 20},
-    "eagle3 of two layers": {"version": 3, "layers": (0, 1, 2), "num_layers": 2},
+    "eagle3 of two layers": {"version": 3, "layers": (0, 1, 2), "num_hidden_layers": 2},
     "normed residual": {"version": 3, "layers": (0, 1, 2), "norm_before_residual": True},
     "eagle3.1": {"version": 3, "layers": (0, 1, 2), "fc_norm": True, "norm_output": True},
     "one norm before fc": {"version": 3, "layers": (0, 1, 3), "norm_before_fc": True},
@@ -42,7 +46,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def config(variant: str) -> EagleConfig:
     """A head of ``VARIANTS`` for a target of four layers, as ``tests.toys`` has."""
-    return EagleConfig(**{**SIZES, **VARIANTS[variant]})
+    return made({**SIZES, **VARIANTS[variant]})
+
+
+def made(entries: dict[str, Any]) -> EagleConfig:
+    """A config of fields of ``EagleConfig`` and entries of its layer's."""
+    fields = {"target_hidden_size": 16, "draft_vocab_size": 48}
+    fields |= {key: entries[key] for key in EagleConfig.__dataclass_fields__.keys() & entries}
+    layer = {key: value for key, value in entries.items() if key not in fields}
+    return EagleConfig(**fields, layer=LlamaConfig(**layer))
 
 
 def random_head(
@@ -55,17 +67,18 @@ def random_head(
     """A head of random weights in float64; a reduced vocabulary has every second token."""
     generator = torch.Generator().manual_seed(seed)
     if embedding is None:
-        shape = wanted.vocab_size, wanted.target_hidden_size
+        shape = wanted.layer.vocab_size, wanted.target_hidden_size
         embedding = torch.randn(shape, generator=generator, dtype=torch.float64)
     if output is None and not wanted.own_output:
-        output = nn.Linear(wanted.hidden_size, wanted.vocab_size, bias=False, dtype=torch.float64)
+        sizes = wanted.layer.hidden_size, wanted.layer.vocab_size
+        output = nn.Linear(*sizes, bias=False, dtype=torch.float64)
         output.requires_grad_(False)
     head = EagleHead(wanted, embedding=embedding, output=output).double()
     with torch.no_grad():
         for parameter in head.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise * 0.3 + (parameter.dim() == 1))
-    if wanted.draft_vocab_size < wanted.vocab_size:
+    if wanted.draft_vocab_size < wanted.layer.vocab_size:
         head.target_ids = torch.arange(wanted.draft_vocab_size) * 2 + 1
     return head.requires_grad_(False).eval()
 

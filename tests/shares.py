@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.tensor_parallel import Collective
+from specdec.tensor_parallel.collective import Collective
 
 T = TypeVar("T")
 

@@ -62,7 +62,6 @@ def attention_rows(bench: Bench, shape: Shape, *, context: int, nodes: int) -> l
         "triton (ours)": kernel("triton"),
         "sdpa, dense mask": lambda: dense,
         "sdpa, dense mask, heads folded": lambda: folded,
-        "flex_attention": kernel("flex"),
         "flash-attn prefix + tree": kernel("flash"),
         "torch, unfused": lambda: unfused,
     }

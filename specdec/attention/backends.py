@@ -8,11 +8,9 @@ slots, M columns of the tree mask.
 """
 
 from enum import StrEnum
-from functools import cache
-from typing import Any
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
 from specdec.attention import support
@@ -21,13 +19,10 @@ from specdec.attention.tree_attention import (
     Visibility,
     accumulator,
     dense_attention,
-    folded_heads,
     scores_of,
     weighted_values,
 )
 from specdec.errors import UserError
-
-_FLEX_SHAPES = 128  # recompilation limit of FlexAttention: one per number of rows and length
 
 
 class Attention(StrEnum):
@@ -35,14 +30,13 @@ class Attention(StrEnum):
 
     ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
     tree with one (PipeDec Alg. 1). ``FLASH``: prompts by flash-attn, trees in two levels.
-    ``TRITON``: one launch of ``specdec.attention.triton_kernel``. ``FLEX``: torch's FlexAttention.
+    ``TRITON``: one launch of ``specdec.attention.triton_kernel``.
     """
 
     DENSE = "dense"
     TWO_LEVEL = "two_level"
     TRITON = "triton"
     FLASH = "flash"
-    FLEX = "flex"
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
@@ -69,9 +63,7 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
     if kind == Attention.FLASH:
         support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
-    if kind == Attention.TWO_LEVEL:
-        return two_level_attention
-    return _flex_kernel(device.type) if kind == Attention.FLEX else None
+    return two_level_attention if kind == Attention.TWO_LEVEL else None
 
 
 def two_level_attention(
@@ -84,14 +76,13 @@ def two_level_attention(
     split = visibility.split
     if visibility.full:
         return dense_attention(query, key, value, None, scaling)
-    if not split:
-        mask = visibility.mask(folds=folded_heads(query, key))
-        return dense_attention(query, key, value, mask, scaling)
     mask = visibility.mask()
+    if not split:
+        return dense_attention(query, key, value, mask, scaling)
     prefix = query, key[:, :, :split], value[:, :, :split]
     tree = query, key[:, :, split:], value[:, :, split:]
-    prefix_output, prefix_lse = _attention_lse(*prefix, None, scaling)
-    tree_output, tree_lse = _attention_lse(*tree, mask[:, split:], scaling)
+    prefix_output, prefix_lse = masked_lse(*prefix, None, scaling)
+    tree_output, tree_lse = masked_lse(*tree, mask[:, split:] == 0, scaling)
     tree_share = torch.sigmoid(tree_lse - prefix_lse).unsqueeze(-1).to(query.dtype)
     return torch.lerp(prefix_output, tree_output, tree_share)
 
@@ -130,33 +121,6 @@ def flash_attention(
     return torch.lerp(prefix_output, tree_output, tree_share.to(query.dtype))
 
 
-@cache
-def _flex_kernel(device_type: str) -> Kernel:
-    """Returns torch's FlexAttention, compiled on CUDA, with the mask as a score modification."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    run: Any = flex_attention  # uncompiled it materialises all scores: correct, but slow
-    if device_type == "cuda":
-        run = torch.compile(flex_attention, dynamic=False)
-        # Each number of rows and each context length is compiled; torch's default limit is 8.
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, _FLEX_SHAPES)
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
-    ) -> Tensor:
-        mask = visibility.mask()
-
-        def masked(score: Any, batch: Any, head: Any, row: Any, slot: Any) -> Any:  # noqa: ARG001
-            return score + mask[row, slot]
-
-        grouped = query.shape[1] != key.shape[1]
-        output: Tensor = run(query, key, value, score_mod=masked, scale=scaling, enable_gqa=grouped)
-        return output
-
-    return attend
-
-
 # Attention with its log-sum-exp.
 
 
@@ -170,21 +134,3 @@ def masked_lse(
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().to(query.dtype)
     return weighted_values(weights, value), rearrange(lse, "b g p r -> b (g p) r")
-
-
-def _attention_lse(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-) -> tuple[Tensor, Tensor]:
-    """Computes ``masked_lse`` for an additive mask, by torch's fused kernel on the CPU."""
-    if query.device.type != "cpu":
-        return masked_lse(query, key, value, None if mask is None else mask == 0, scaling)
-    num_groups = key.shape[1]
-    per_group = query.shape[1] // num_groups
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rearrange(query, "1 (g p) r d -> g p r d", g=num_groups),
-        repeat(key, "1 g c d -> g p c d", p=per_group),
-        repeat(value, "1 g c d -> g p c d", p=per_group),
-        attn_mask=None if mask is None else mask[None, None],
-        scale=scaling,
-    )
-    return rearrange(output, "g p r d -> 1 (g p) r d"), rearrange(lse, "g p r -> 1 (g p) r")

@@ -27,7 +27,6 @@ from torch.nn.functional import pad
 
 from specdec.attention.tree_attention import PassPlan, Rows, ScoreOptions, Store
 from specdec.device import to_device
-from specdec.types import IntArray
 
 BLOCK = 64
 
@@ -35,16 +34,6 @@ _ONES = 8  # columns of ones beside the values, whose products are the sums of t
 _LEAST_ROWS = 8  # query rows of the smallest product
 _PIECE = 32768  # elements: torch's grain size, which it computes on one thread
 _REGISTERS = 64  # elements: two 512-bit registers of 16-bit numbers
-
-
-@dataclass(frozen=True, slots=True)
-class RowRange:
-    rows: Rows
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -83,25 +72,23 @@ class Context:
         return self._masks[key]
 
 
-def context_of(part: RowRange, device: torch.device) -> Context:
-    rows = part.rows
-    positions = rows.positions[part.start : part.stop]
+def context_of(rows: Rows) -> Context:
+    positions, device = rows.positions, rows.cache.spec.device
     on_device = to_device(positions, device)
-    border = rows.start + rows.num_prefix if rows.num_prefix else rows.first_masked
     # Each slot below ``border`` is the position of its key, and is written before attention runs.
-    border = min(border, rows.start + part.stop)
+    border = rows.start + rows.num_prefix if rows.num_prefix else rows.first_masked
     end = int(positions.max()) + 1
     num_blocks = -(-end // BLOCK)
-    if part.stop <= rows.num_prefix:
+    if rows.num_prefix == len(rows):
         return Context(on_device, num_blocks, end)
-    row, column = np.nonzero(rows.visible[part.start : part.stop, border - rows.first_masked :])
+    row, column = np.nonzero(rows.visible[:, border - rows.first_masked :])
     slot = border + column
     position = rows.cache.key_positions(rows.end)[slot]
     if np.array_equal(slot, position):  # a chain in the order of its slots
         return Context(on_device, num_blocks, end)
     num_full = border // BLOCK
     start = num_full * BLOCK
-    slots = np.zeros((len(part), num_blocks * BLOCK - start), np.int64)
+    slots = np.zeros((len(rows), num_blocks * BLOCK - start), np.int64)
     slots[:, : border - start] = np.arange(start, border)
     slots[row, position - start] = slot
     return Context(on_device, num_full, start, to_device(slots, device))
@@ -111,7 +98,7 @@ class ExactPlan(PassPlan):
     def __init__(
         self,
         *,
-        parts: Sequence[RowRange],
+        parts: Sequence[Rows],
         num_rows: int,
         first_layer: int,
         hidden: Tensor | None = None,
@@ -121,10 +108,9 @@ class ExactPlan(PassPlan):
         self._parts: list[tuple[slice, Store, Context]] = []
         offset = 0
         for part in parts:
-            cache, first = part.rows.cache, part.rows.start
-            store = cache.slot_writer(first + part.start, first + part.stop)
+            store = part.cache.slot_writer(part.start, part.end)
             columns = slice(offset, offset + len(part))
-            self._parts.append((columns, store, context_of(part, cache.spec.device)))
+            self._parts.append((columns, store, context_of(part)))
             offset += len(part)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -258,26 +244,18 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return whole[:size].view(tensor.shape)
 
 
-def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[RowRange]]:
-    current: list[RowRange] = []
+def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[Rows]]:
+    """Cuts packed rows into parts of ``size`` rows; the last one may be smaller."""
+    current: list[Rows] = []
     room = size
     for part in rows:
         start = 0
         while start < len(part):
             stop = min(start + room, len(part))
-            current.append(RowRange(part, start, stop))
+            current.append(part.cut(start, stop))
             start, room = stop, room - (stop - start)
             if not room:
                 yield current
                 current, room = [], size
     if current:
         yield current
-
-
-def packed(parts: Sequence[RowRange], name: str, num_rows: int) -> IntArray:
-    array = np.zeros(num_rows, np.int64)
-    offset = 0
-    for part in parts:
-        array[offset : offset + len(part)] = getattr(part.rows, name)[part.start : part.stop]
-        offset += len(part)
-    return array

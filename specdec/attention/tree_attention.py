@@ -27,9 +27,8 @@ the tree region, M columns of its mask, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -120,16 +119,9 @@ class Contiguous:
         return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies slots, reading every source first: one gather over all layers, then one write per
-        range of adjacent targets.
-        """
-        index = to_device(sources, self.tensor.device)
-        gathered = self.tensor.index_select(3, index)
-        places = targets.tolist()
-        cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
-        for start, stop in pairwise([0, *cuts, len(places)]):
-            run = self.tensor.narrow(3, places[start], stop - start)
-            run.copy_(gathered.narrow(3, start, stop - start))
+        """Copies slots, reading every source first."""
+        there = self.tensor.index_select(3, to_device(sources, self.tensor.device))
+        self.tensor.index_copy_(3, to_device(targets, self.tensor.device), there)
 
     def trim(self, used: int) -> None:
         """Does nothing: the slots beyond the first ``used`` cannot serve other requests."""
@@ -249,7 +241,6 @@ Storage: TypeAlias = Contiguous | Paged
 
 
 EMPTY: IntArray = np.zeros(0, np.int64)
-_SEES_ITSELF: BoolArray = np.ones((1, 1), np.bool_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,6 +270,24 @@ class Rows:
     def end(self) -> int:
         """Returns the number of used slots including the rows."""
         return self.start + len(self.tokens)
+
+    def cut(self, start: int, stop: int) -> Rows:
+        """Returns the rows ``start`` .. ``stop`` - 1, which see the earlier ones in the cache."""
+        num_prefix = max(0, min(stop, self.num_prefix) - start)
+        # Nodes see all of the prefix, and so all of its rows.
+        hidden = self.num_prefix if start >= self.num_prefix else 0
+        return replace(
+            self,
+            tokens=self.tokens[start:stop],
+            positions=self.positions[start:stop],
+            node_ids=self.node_ids[
+                max(0, start - self.num_prefix) : max(0, stop - self.num_prefix)
+            ],
+            num_prefix=num_prefix,
+            start=self.start + start,
+            first_masked=self.first_masked + hidden,
+            visible=self.visible[start:stop, hidden : self.start + stop - self.first_masked],
+        )
 
 
 class TreeCache:
@@ -326,7 +335,7 @@ class TreeCache:
     def key_positions(self, end: int) -> IntArray:
         """Returns the absolute positions, int64[end], of the entries in the first ``end`` slots."""
         positions = np.arange(end)
-        positions[self.cached_len : end] = self.node_positions[: end - self.cached_len]
+        positions[self.cached_len :] = self.node_positions[: max(0, end - self.cached_len)]
         return positions
 
     # Growing.
@@ -371,9 +380,6 @@ class TreeCache:
         old = self.num_nodes
         ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
         self.node_positions = np.concatenate([self.node_positions, positions])
-        if not old and len(ids) == 1:  # plain decoding
-            assert positions[0] == self.cached_len, f"{ids} does not continue the cached prefix"
-            return _SEES_ITSELF
         order = ids.argsort()
         known = ids.take(order)
         assert True not in (known[1:] == known[:-1]), f"one of {tree.node_ids} has an entry already"
@@ -533,62 +539,48 @@ class PassCache:
         return 0
 
 
+@dataclass(kw_only=True, eq=False)
 class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
     Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
-    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. ``causal``: each
-    row sees exactly the slots up to its own. On the host, ``full`` says that every row sees every
-    slot, and ``split`` is ``first``; captured passes leave them at False and 0.
+    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. Masks have
+    ``num_slots`` columns (C).
     """
 
-    def __init__(
-        self,
-        *,
-        lengths: Tensor,
-        visible: Tensor,
-        num_slots: int,
-        dtype: torch.dtype,
-        positions: Tensor | None = None,
-        column_positions: Tensor | None = None,
-        causal: bool = False,
-        full: bool = False,
-        split: int = 0,
-    ) -> None:
-        """Stores the inputs; ``mask`` builds masks on first use, for ``num_slots`` columns (C).
+    lengths: Tensor
+    visible: Tensor
+    num_slots: int
+    dtype: torch.dtype
+    # int64[R] and int64[M], absolute positions of the rows and of the entries from ``first`` on;
+    # for sliding windows only
+    positions: Tensor | None = None
+    column_positions: Tensor | None = None
+    # whether each row sees exactly the slots up to its own, the last row's slot being the last one
+    causal: bool = False
+    # on the host: whether every row sees every slot, and ``first``; captured passes leave them out
+    full: bool = False
+    split: int = 0
+    _masks: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
-        ``positions`` int64[R] and ``column_positions`` int64[M] are absolute positions of the rows
-        and of the entries from ``first`` on, needed for sliding windows only. ``causal`` may be
-        true only if the last row's slot is also the last one.
-        """
-        self.causal, self.full, self.split = causal, full, split
-        self.lengths = lengths.to(torch.int32)
-        self.visible = visible
-        self._num_slots = num_slots
-        self._dtype = dtype
-        self._positions = positions
-        self._column_positions = column_positions
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
+    def __post_init__(self) -> None:
+        self.lengths = self.lengths.to(torch.int32)
 
-    def mask(self, window: int | None = None, folds: int = 1) -> Tensor:
-        """Returns the additive mask [folds * R, C], 0 where a row sees a slot, of so many copies of
-        the rows; see ``folded_heads``.
-        """
-        if folds > 1 and (window, folds) not in self._masks:
-            self._masks[window, folds] = repeat(self.mask(window), "r c -> (p r) c", p=folds)
-        if (window, folds) not in self._masks:
+    def mask(self, window: int | None = None) -> Tensor:
+        """Returns the additive mask [R, C], 0 where a row sees a slot."""
+        if window not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
-            slots = torch.arange(self._num_slots, device=self.lengths.device)
+            slots = torch.arange(self.num_slots, device=self.lengths.device)
             columns = (slots - first).clamp(0, self.visible.shape[1] - 1)
             seen = (slots < first) | (self.visible.bool()[:, columns] & (slots < end))
             if window is not None:
-                assert self._positions is not None, "windows need positions"
-                assert self._column_positions is not None, "windows need positions"
-                slot_positions = torch.where(slots < first, slots, self._column_positions[columns])
-                seen = seen & (slot_positions > self._positions[:, None] - window)
-            mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device)
-            self._masks[window, 1] = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
-        return self._masks[window, folds]
+                assert self.positions is not None, "windows need positions"
+                assert self.column_positions is not None, "windows need positions"
+                slot_positions = torch.where(slots < first, slots, self.column_positions[columns])
+                seen = seen & (slot_positions > self.positions[:, None] - window)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+            self._masks[window] = mask.masked_fill(~seen, torch.finfo(self.dtype).min)
+        return self._masks[window]
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
@@ -596,56 +588,47 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
 
 
 class RequestPart:
-    """One request's rows in a pass; caches masks in the dtype and on the device of its cache."""
+    """One request's rows in a pass; masks are in the dtype and on the device of its cache."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
         self.rows = rows
         self.columns = slice(offset, offset + len(rows))
-        self._bits: dict[bool, Visibility] = {}
-
-    @cached_property
-    def _full(self) -> bool:
-        return bool(count_nonzero(self.rows.visible) == self.rows.visible.size)
+        self._last = int(rows.positions.max())
+        self._full = bool(count_nonzero(rows.visible) == rows.visible.size)
 
     @cached_property
     def store(self) -> Store:
         return self.rows.cache.slot_writer(self.rows.start, self.rows.end)
 
-    def mask(self, window: int | None, folds: int = 1) -> Tensor | None:
-        """Returns the additive mask [folds R, n], built on the device from bits; None if every row
-        sees every slot.
-        """
-        if self.within(window):
-            window = None
-            if self._full:
-                return None
-        return self.bits(has_window=window is not None).mask(window, folds)
+    @cached_property
+    def seen(self) -> Visibility:
+        rows, spec = self.rows, self.rows.cache.spec
+        arrays = {
+            "lengths": np.array([rows.first_masked, rows.end]),
+            "visible": np.ascontiguousarray(rows.visible, np.uint8),
+            "positions": rows.positions,
+            "column_positions": rows.cache.key_positions(rows.end)[rows.first_masked :],
+        }
+        there: dict[str, Any] = {n: to_device(array, spec.device) for n, array in arrays.items()}
+        return Visibility(
+            num_slots=rows.end,
+            dtype=spec.dtype,
+            causal=rows.causal,
+            full=self._full,
+            split=rows.first_masked,
+            **there,
+        )
 
-    def bits(self, *, has_window: bool = False) -> Visibility:
-        """Returns the visibility on the device; masks of sliding windows need ``has_window``."""
-        if has_window not in self._bits:
-            rows, device = self.rows, self.rows.cache.spec.device
-            arrays = {
-                "lengths": np.array([rows.first_masked, rows.end]),
-                "visible": np.ascontiguousarray(rows.visible, np.uint8),
-            }
-            if has_window:
-                arrays["positions"] = rows.positions
-                keys = rows.cache.key_positions(rows.end)[rows.first_masked :]
-                arrays["column_positions"] = keys
-            there: dict[str, Any] = {n: to_device(array, device) for n, array in arrays.items()}
-            self._bits[has_window] = Visibility(
-                num_slots=rows.end,
-                dtype=rows.cache.spec.dtype,
-                causal=rows.causal,
-                full=self._full,
-                split=rows.first_masked,
-                **there,
-            )
-        return self._bits[has_window]
-
-    def within(self, window: int | None) -> bool:
-        return window is None or int(self.rows.positions.max()) < window
+    def attend(
+        self, query: Tensor, stored: Pair, options: ScoreOptions, kernel: Kernel | None
+    ) -> Tensor:
+        window = options.window
+        if window is not None and self._last < window:
+            window = None  # it would mask nothing
+        if kernel is not None and options.softcap is None and window is None:
+            return kernel(query, *stored, self.seen, options.scaling)
+        mask = None if self._full and window is None else self.seen.mask(window)
+        return dense_attention(query, *stored, mask, options.scaling, options.softcap)
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
@@ -682,35 +665,16 @@ class AttentionPlan(PassPlan):
                 offset += len(part)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-        # Plain views here: this runs once per layer and token, where einops costs microseconds.
-        layer = self.cache.layer
-        if len(self._parts) == 1:
-            part = self._parts[0]
-            stored = part.store(layer, key, value)
-            return self._attend_one(part, query, stored, options).transpose(1, 2)
-        outputs = []
+        layer, outputs = self.cache.layer, []
         for part in self._parts:
             columns = part.columns
             stored = part.store(layer, key[:, :, columns], value[:, :, columns])
-            outputs.append(self._attend_one(part, query[:, :, columns], stored, options))
-        return torch.cat(outputs, 2).transpose(1, 2)
-
-    def _attend_one(
-        self, part: RequestPart, query: Tensor, stored: Pair, options: ScoreOptions
-    ) -> Tensor:
-        scaling, window, softcap = options.scaling, options.window, options.softcap
-        if softcap is None and self._kernel is not None and part.within(window):
-            return self._kernel(query, *stored, part.bits(), scaling)
-        folds = folded_heads(query, stored[0]) if softcap is None else 1
-        return dense_attention(query, *stored, part.mask(window, folds), scaling, softcap)
+            outputs.append(part.attend(query[:, :, columns], stored, options, self._kernel))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return output.transpose(1, 2)
 
 
 _ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def folded_heads(query: Tensor, key: Tensor) -> int:
-    """Returns how many query heads ``dense_attention`` folds into the rows of one head."""
-    return query.shape[1] // key.shape[1] if query.device.type == "cuda" else 1
 
 
 def dense_attention(
@@ -721,34 +685,21 @@ def dense_attention(
     scaling: float | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Calls torch's ``scaled_dot_product_attention`` with one mask over all slots, [R, C] or for
-    the folded heads [P R, C].
-
-    On CUDA, only cuDNN supports a mask together with grouped query heads, and it makes a new
-    execution plan for every context length. So there the P query heads of each key/value head are
-    folded into rows of one head, and cuDNN is excluded. ``softcap`` is explained in
-    ``capped_attention``.
+    """Calls torch's ``scaled_dot_product_attention`` with one mask [R, C] over all slots;
+    ``softcap`` is explained in ``capped_attention``.
     """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)
     if query.device.type != "cuda":
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    if mask is not None:  # which only cuDNN supports together with grouped query heads
+        per_group = query.shape[1] // key.shape[1]
+        key, value = (repeat(t, "b g c d -> b (g p) c d", p=per_group) for t in (key, value))
+    # Without cuDNN, which makes a new execution plan for every context length.
     with sdpa_kernel(_ANY_LENGTH):
-        (_, heads, rows, _), groups = query.shape, key.shape[1]
-        if mask is None or heads == groups:
-            return scaled_dot_product_attention(
-                query, key, value, mask, scale=scaling, enable_gqa=heads != groups
-            )
-        if len(mask) == rows:
-            mask = repeat(mask, "r c -> (p r) c", p=heads // groups)
-        output = scaled_dot_product_attention(
-            rearrange(query, "b (g p) r d -> b g (p r) d", g=groups),
-            key,
-            value,
-            mask,
-            scale=scaling,
+        return scaled_dot_product_attention(
+            query, key, value, mask, scale=scaling, enable_gqa=mask is None
         )
-        return rearrange(output, "b g (p r) d -> b (g p) r d", r=rows)
 
 
 def capped_attention(

@@ -32,7 +32,8 @@ from specdec.models.runner import ModelRunner
 from specdec.models.slicing import cache_argument, hidden_states
 from specdec.pairs import RandomPair, build_pair
 from specdec.state import DecodeState, RequestState
-from specdec.tensor_parallel import Collective, HeadSplit
+from specdec.tensor_parallel.collective import Collective
+from specdec.tensor_parallel.cuts import HeadSplit
 from specdec.types import (
     NO_NODE,
     Candidates,

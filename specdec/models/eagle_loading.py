@@ -9,12 +9,10 @@ Shape letters: B sequences, T tokens, E hidden size, S feature size, V vocabular
 vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -37,18 +35,25 @@ _LEGACY = {
     "aux_norm_high.": "fc_norm.2.",
 }
 _UNUSED = ("verifier_", "rotary_emb.", "t2d")  # used in training only, or derived from others
+_LAYER = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+    *("rope_parameters", "hidden_act", "attention_bias", "mlp_bias", "vocab_size"),
+)
+"""Entries of transformers' config that describe the layers of a head."""
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file; w ='
     " torch.load('{bin}', map_location='cpu', weights_only=True); save_file({{k: v.contiguous()"
     " for k, v in w.items()}}, '{out}')\""
 )
-_SEED = 0  # of untrained heads
-_RATE = 2e-2  # of fitted ones
+_RATE = 2e-2  # of fitted heads
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class HeadFiles:
     """A folder with a head, as it is on disk: ``config`` is the content of config.json, ``version``
-    1 or 3, ``shapes`` maps tensors (named as in ``EagleHead``, and ``d2t``) to their shapes.
+    1 or 3, ``tensors`` are named as in ``EagleHead`` (and ``d2t``), read when they are used.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -59,80 +64,59 @@ class HeadFiles:
                 " model.safetensors"
             )
         self.config = read_config(self.folder / "config.json", "give the folder of an EAGLE head")
-        self._stored: dict[str, tuple[Path, str]] = {}  # ``EagleHead``'s name -> file, name there
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in weight_files(self.folder, "EAGLE head"):
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    own = _own_name(name)
-                    if own.startswith(_UNUSED):
-                        continue
-                    self._stored[own] = (path, name)
-                    self.shapes[own] = tuple(file.get_slice(name).get_shape())
-        self.version: Literal[1, 3] = _version(self.folder, self.config, self.shapes)
-
-    def tensor(self, name: str) -> Tensor:
-        path, stored = self._stored[name]
-        with _opened(path) as file:
-            tensor: Tensor = file.get_tensor(stored)
-        return tensor
+        stored = stored_tensors(self.folder, "EAGLE head", _LEGACY)
+        self.tensors = {n: tensor for n, tensor in stored.items() if not n.startswith(_UNUSED)}
+        self.version: Literal[1, 3] = _version(self.folder, self.config, self.tensors)
 
     @property
     def num_weights(self) -> int:
-        return sum(prod(shape) for name, shape in self.shapes.items() if name != "d2t")
+        return sum(tensor.numel() for name, tensor in self.tensors.items() if name != "d2t")
 
     def num_shared(self, vocab_size: int) -> int:
         names = ("embed_tokens.weight", "lm_head.weight")
-        missing = sum(name not in self.shapes for name in names)
-        return missing * vocab_size * self.shapes["fc.weight"][0]
+        missing = sum(name not in self.tensors for name in names)
+        return missing * vocab_size * len(self.tensors["fc.weight"])
 
     def head_config(self, target: Any) -> EagleConfig:
         """Returns the head's sizes and variants, or refuses one that cannot belong to ``target``
         (transformers' config).
         """
-        text, raw, shapes = target.get_text_config(), self.config, self.shapes
-        layer = raw.get("transformer_layer_config") or raw
-        llama = _llama(self.folder, layer)
-        third = self.version == 3
-        hidden, width = shapes["fc.weight"]
+        text, raw, tensors = target.get_text_config(), self.config, self.tensors
+        llama = _llama(self.folder, raw.get("transformer_layer_config") or raw).to_dict()
+        hidden, width = tensors["fc.weight"].shape
         target_size = int(text.hidden_size)
         layers: tuple[int, ...] = (int(text.num_hidden_layers) - 1,)
-        if third:
+        if self.version == 3:
             layers = self._layers(int(text.num_hidden_layers), width, target_size)
         elif (hidden, width) != (target_size, 2 * target_size):
             self._refuse_size(width // 2, target_size)
-        output = shapes.get("lm_head.weight")
-        draft_vocab = int(raw.get("draft_vocab_size") or (output or [text.vocab_size])[0])
-        if output is not None:
-            draft_vocab = output[0]
-        own_embedding = "embed_tokens.weight" in shapes
+        own_output = "lm_head.weight" in tensors
+        draft_vocab = int(raw.get("draft_vocab_size") or text.vocab_size)
+        own_embedding = "embed_tokens.weight" in tensors
         if not own_embedding and hidden != target_size:
             self._refuse_size(hidden, target_size)
+        own = {
+            "hidden_size": hidden,
+            "vocab_size": int(text.vocab_size),
+            "max_position_embeddings": max(
+                llama["max_position_embeddings"], int(text.max_position_embeddings)
+            ),
+            "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+            "mlp_bias": "layers.0.mlp.gate_proj.bias" in tensors,
+        }
         return EagleConfig(
-            version=3 if third else 1,
+            version=self.version,
             layers=layers,
-            hidden_size=hidden,
-            intermediate_size=llama.intermediate_size,
-            num_heads=llama.num_attention_heads,
-            num_kv_heads=llama.num_key_value_heads,
-            head_dim=llama.head_dim,
+            layer=LlamaConfig(**{**{key: llama[key] for key in _LAYER}, **own}),
             target_hidden_size=target_size,
-            vocab_size=int(text.vocab_size),
-            draft_vocab_size=draft_vocab,
-            num_layers=llama.num_hidden_layers,
-            eps=llama.rms_norm_eps,
-            rope=dict(llama.rope_parameters),
-            max_positions=max(llama.max_position_embeddings, int(text.max_position_embeddings)),
-            activation=llama.hidden_act,
-            fc_bias="fc.bias" in shapes,
-            attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
-            mlp_bias="layers.0.mlp.gate_proj.bias" in shapes,
+            draft_vocab_size=len(tensors["lm_head.weight"]) if own_output else draft_vocab,
+            fc_bias="fc.bias" in tensors,
             norm_before_residual=bool(raw.get("norm_before_residual", False)),
-            norm_before_fc="input_norm.weight" in shapes,
-            fc_norm="fc_norm.0.weight" in shapes,
+            norm_before_fc="input_norm.weight" in tensors,
+            fc_norm="fc_norm.0.weight" in tensors,
             norm_output=bool(raw.get("norm_output", False)),
             own_embedding=own_embedding,
-            own_output=output is not None,
+            own_output=own_output,
         )
 
     def _layers(self, num_layers: int, width: int, target_size: int) -> tuple[int, ...]:
@@ -172,7 +156,8 @@ def load_head(
     ``config`` is ``files.head_config(target)``, perhaps with another reading; ``embedding`` [V, E]
     of the target defines dtype and device.
     """
-    tensors = {name: files.tensor(name) for name in files.shapes if name != "d2t"}
+    tensors = dict(files.tensors)
+    offsets = tensors.pop("d2t", None)
     tensors = {n: t.to(embedding.device, embedding.dtype) for n, t in tensors.items()}
     stored = tensors.get("embed_tokens.weight")
     if stored is not None and stored.shape == embedding.shape and torch.equal(stored, embedding):
@@ -180,9 +165,11 @@ def load_head(
         config = replace(config, own_embedding=False)
     with init_empty_weights(include_buffers=False):
         head = EagleHead(config, embedding=embedding, output=output)
-    _check_tensors(files.folder, dict(head.named_parameters()), tensors)
+    label = f"EAGLE head {files.folder}"
+    refuse_other_tensors(label, dict(head.named_parameters()), tensors)
     head.load_state_dict(tensors, strict=True, assign=True)
-    head.target_ids = _target_ids(files, config)
+    vocab_size = config.layer.vocab_size
+    head.target_ids = mapped_ids(label, offsets, config.draft_vocab_size, vocab_size)
     return head.requires_grad_(False).to(embedding.device).eval()
 
 
@@ -192,29 +179,16 @@ def save_head(head: EagleHead, folder: str | Path) -> Path:
     """
     folder, config = Path(folder), head.config
     tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
-    llama = config.llama()
-    raw: dict[str, Any] = {
+    layer = config.layer.to_dict()
+    raw: dict[str, Any] = {key: layer[key] for key in _LAYER} | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.eps,
-        "rope_parameters": dict(llama.rope_parameters),
-        "hidden_act": config.activation,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
         "bias": config.fc_bias,
         "tie_word_embeddings": False,
         "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
     if config.version == 3:
-        tensors = {_authors_name(name): tensor for name, tensor in tensors.items()}
+        tensors = {n.replace("layers.0.", "midlayer.", 1): t for n, t in tensors.items()}
         raw |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": config.draft_vocab_size,
@@ -228,22 +202,29 @@ def save_head(head: EagleHead, folder: str | Path) -> Path:
     if head.target_ids is not None:
         ids = head.target_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        is_drafted = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+        tensors["t2d"] = is_drafted.index_fill(0, ids, True)
     write_bytes(folder / "model.safetensors", save({n: t.contiguous() for n, t in tensors.items()}))
     write_json(folder / "config.json", raw)
     return folder
 
 
-def _own_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    for legacy, own in _LEGACY.items():
-        if name.startswith(legacy):
-            return own + name.removeprefix(legacy)
-    return name
-
-
-def _authors_name(name: str) -> str:
-    return name.replace("layers.0.", "midlayer.", 1)
+def stored_tensors(folder: Path, what: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
+    """Reads the tensors of a folder with ``what``, whose files stay mapped: tensors that are not
+    used take no memory. ``renamed`` maps beginnings of names in files to ours.
+    """
+    found = {}
+    for path in weight_files(folder, what):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    name = key.removeprefix("model.")
+                    start = next((start for start in renamed if name.startswith(start)), "")
+                    name = renamed.get(start, "") + name.removeprefix(start)
+                    found[name] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged ({error}); copy or download it again") from error
+    return found
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
@@ -261,16 +242,9 @@ def weight_files(folder: Path, what: str) -> list[Path]:
     )
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}); copy or download it again") from error
-
-
-def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Literal[1, 3]:
+def _version(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Literal[1, 3]:
     stated = config.get("speculators_model_type")
     if stated is not None and stated not in {"eagle", "eagle3"}:
         raise UserError(
@@ -278,20 +252,20 @@ def _version(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any])
             " not supported; use an EAGLE-1 or EAGLE-3 head"
         )
     names = config.get("architectures") or []
-    fc = shapes.get("fc.weight")
-    if fc is None or "layers.0.self_attn.q_proj.weight" not in shapes:
+    if "fc.weight" not in tensors or "layers.0.self_attn.q_proj.weight" not in tensors:
         raise UserError(
             f"EAGLE head {folder} has no EAGLE head: fc.weight and the projections of a Llama"
             f" layer are missing (architectures: {names or 'none'}); give the folder of a head"
         )
     if stated == "eagle3" or any("eagle3" in str(name).lower() for name in names):
         return 3
-    is_third = "d2t" in shapes or "layers.0.hidden_norm.weight" in shapes
+    fc = tuple(tensors["fc.weight"].shape)
+    is_third = "d2t" in tensors or "layers.0.hidden_norm.weight" in tensors
     if stated is None and (is_third or fc[1] == 3 * fc[0]):
         return 3
-    if fc[1] != 2 * fc[0] or "layers.0.input_layernorm.weight" in shapes:
+    if fc[1] != 2 * fc[0] or "layers.0.input_layernorm.weight" in tensors:
         raise UserError(
-            f"EAGLE head {folder} is no known EAGLE head: fc.weight has shape {tuple(fc)}; version"
+            f"EAGLE head {folder} is no known EAGLE head: fc.weight has shape {fc}; version"
             " 1 has [E, 2 E] and no norm before its first layer, version 3 has d2t or hidden_norm"
         )
     return 1
@@ -313,74 +287,85 @@ def _llama(folder: Path, layer: Mapping[str, Any]) -> LlamaConfig:
         ) from error
 
 
-def _check_tensors(
-    folder: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+def refuse_other_tensors(
+    label: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected)
     if missing or unknown:
         raise UserError(
-            f"EAGLE head {folder}: tensors {missing or 'none'} are missing and {unknown or 'none'}"
-            " unknown; config.json and weights must belong to one EAGLE head"
+            f"{label}: tensors {missing or 'none'} are missing and {unknown or 'none'}"
+            " unknown; config.json and weights must belong to one head"
         )
     for name, parameter in expected.items():
         if parameter.shape != found[name].shape:
             raise UserError(
-                f"EAGLE head {folder}: tensor {name} has shape {tuple(found[name].shape)}, but its"
+                f"{label}: tensor {name} has shape {tuple(found[name].shape)}, but its"
                 f" config.json and the target need {tuple(parameter.shape)}"
             )
 
 
-def _target_ids(files: HeadFiles, config: EagleConfig) -> Tensor | None:
-    """Returns the target's ids of the draft tokens, int64[U]; None if they are equal."""
-    if "d2t" not in files.shapes:
-        if config.draft_vocab_size != config.vocab_size:
-            raise UserError(
-                f"EAGLE head {files.folder} has {config.draft_vocab_size} draft tokens, the target"
-                f" {config.vocab_size}, and no tensor d2t that maps them; use the head of this"
-                " target"
-            )
-        return None
-    offsets = files.tensor("d2t").long()
-    ids = offsets + torch.arange(len(offsets))
-    in_range = len(ids) and int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size
-    if len(ids) != config.draft_vocab_size or not in_range or len(ids.unique()) < len(ids):
+def mapped_ids(label: str, offsets: Tensor | None, size: int, vocab_size: int) -> Tensor | None:
+    """Returns the target's ids of the draft tokens, int64[U], from ``d2t``; None if equal."""
+    if offsets is None:
+        if size == vocab_size:
+            return None
         raise UserError(
-            f"EAGLE head {files.folder}: d2t does not map {config.draft_vocab_size} draft tokens"
-            f" to different ones of the target's {config.vocab_size}; use the head of this target"
+            f"{label} has {size} draft tokens, the target {vocab_size}, and no tensor d2t that maps"
+            " them; use the head of this target"
+        )
+    ids = offsets.long() + torch.arange(len(offsets))
+    in_range = len(ids) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+    if len(ids) != size or not in_range or len(ids.unique()) < len(ids):
+        raise UserError(
+            f"{label}: d2t does not map {size} draft tokens to different ones of the target's"
+            f" {vocab_size}; use the head of this target"
         )
     return ids
 
 
-def untrained_config(version: Literal[1, 3], target: Any, **variants: Any) -> EagleConfig:
-    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary;
-    ``variants`` are other values of fields.
-    """
+def layer_shape(target: Any) -> dict[str, Any]:
+    """Returns entries of transformers' config for one layer in the shape of a target's layers."""
     text = target.get_text_config()
     try:
         hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
-        num_layers, vocab = int(text.num_hidden_layers), int(text.vocab_size)
-        positions = int(text.max_position_embeddings)
+        vocab_size, positions = int(text.vocab_size), int(text.max_position_embeddings)
     except AttributeError as error:
         raise UserError(
-            f"an EAGLE head for a target of model_type {target.model_type!r} cannot be made: its"
-            f" config has no {error.name}; use another family, such as llama or qwen3"
+            f"a head for a target of model_type {target.model_type!r} cannot be made: its config"
+            f" has no {error.name}; use another family, such as llama or qwen3"
         ) from error
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": int(config_value(text, "intermediate_size", 4 * hidden)),
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config_value(text, "num_key_value_heads", heads)),
+        "head_dim": int(config_value(text, "head_dim", hidden // heads)),
+        "vocab_size": vocab_size,
+        "rms_norm_eps": float(config_value(text, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": positions,
+    }
+
+
+def untrained_config(
+    version: Literal[1, 3],
+    target: Any,
+    *,
+    layer: Mapping[str, Any] | None = None,
+    **variants: Any,
+) -> EagleConfig:
+    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary; ``layer``
+    has other entries of the layer's config, and ``variants`` other values of fields.
+    """
+    shape, num_layers = layer_shape(target), int(target.get_text_config().num_hidden_layers)
     fields: dict[str, Any] = {
         "version": version,
         "layers": default_layers(num_layers) if version == 3 else (num_layers - 1,),
-        "hidden_size": hidden,
-        "intermediate_size": int(config_value(text, "intermediate_size", 4 * hidden)),
-        "num_heads": heads,
-        "num_kv_heads": int(config_value(text, "num_key_value_heads", heads)),
-        "head_dim": int(config_value(text, "head_dim", hidden // heads)),
-        "target_hidden_size": hidden,
-        "vocab_size": vocab,
-        "draft_vocab_size": vocab,
-        "eps": float(config_value(text, "rms_norm_eps", 1e-6)),
-        "max_positions": positions,
+        "target_hidden_size": shape["hidden_size"],
+        "draft_vocab_size": shape["vocab_size"],
         "own_output": version == 3,
     }
-    return EagleConfig(**{**fields, **variants})
+    return EagleConfig(layer=LlamaConfig(**{**shape, **(layer or {})}), **{**fields, **variants})
 
 
 def untrained_head(
@@ -392,10 +377,17 @@ def untrained_head(
     size = int(target.get_text_config().hidden_size)
     own_embedding = embedding.shape[1] != size
     config = untrained_config(version, target, own_embedding=own_embedding)
+    return untrained(lambda: EagleHead(config, embedding=embedding, output=output), embedding)
+
+
+def untrained(make: Callable[[], M], like: Tensor) -> M:
+    """Makes a module with the same random weights at every call, in dtype and on device of
+    ``like``, and freezes it.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        head = EagleHead(config, embedding=embedding, output=output)
-    return head.to(embedding.device, embedding.dtype).requires_grad_(False).eval()
+        torch.manual_seed(0)
+        module = make()
+    return module.to(like.device, like.dtype).requires_grad_(False).eval()
 
 
 def fit_head(
@@ -404,24 +396,22 @@ def fit_head(
     *,
     sequences: int = 64,
     length: int = 16,
-    steps: int = 40,
-    seed: int = 0,
 ) -> EagleHead:
     """Trains a head in place on text that the target samples at temperature 1, and freezes it (fast
     heads: ``specdec train eagle3``).
 
-    It is teacher forced, with the cross-entropy to the target's distribution, for ``steps`` of Adam
+    It is teacher forced, with the cross-entropy to the target's distribution, for 40 steps of Adam
     over all of the text; the head has the target's whole vocabulary.
     """
     with torch.inference_mode(False):
-        text = sampled_text(target, sequences, length, seed=seed)
+        text = sampled_text(target, sequences, length, seed=0)
         states, logits = hidden_states(target, text, head.config.names)
         goal, given = logits[:, 1:].softmax(-1), states[:, :-1]
         positions = torch.arange(length - 1, device=text.device)[None]
         head.requires_grad_(True)
         optimizer = torch.optim.Adam(head.parameters(), lr=_RATE)
         with torch.enable_grad():
-            for _ in range(steps):
+            for _ in range(40):
                 outputs = head(text[:, 1:], head.states(given), positions)
                 loss = -(goal * head.logits(outputs).log_softmax(-1)).sum(-1).mean()
                 optimizer.zero_grad()

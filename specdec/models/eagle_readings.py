@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from specdec.metrics.loops import repeated_ngrams
 from specdec.models.config_values import config_value
@@ -70,8 +71,9 @@ def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
         add("without input_norm", norm_before_fc=False)
     if config.fc_bias:
         add("without fc.bias", "vLLM 0.32", fc_bias=False)
-    if config.own_embedding and config.hidden_size == config.target_hidden_size:
+    if config.own_embedding and config.layer.hidden_size == config.target_hidden_size:
         add("the target's embedding", own_embedding=False)
+    own = config.layer.to_dict()
     target = dict(config_value(frozen.config, "rope_parameters", {}))
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     without = "config.json without rope entries"
@@ -79,8 +81,9 @@ def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
         (target, "the target's rope", "vLLM, SSD"),
         (plain, "unscaled rope of theta 10000", without),
     ):
-        if rope != dict(config.rope) and "rope_theta" in rope:
-            add(name, by, {"rope_parameters": rope}, rope=rope)
+        if rope != own["rope_parameters"] and "rope_theta" in rope:
+            changed = {"rope_parameters": rope}
+            add(name, by, changed, layer=LlamaConfig(**{**own, **changed}))
     return found
 
 
@@ -89,7 +92,7 @@ def load_reading(files: HeadFiles, reading: Reading, frozen: FrozenModel) -> Eag
     used = {"fc_norm.": config.fc_norm, "input_norm.": config.norm_before_fc}
     used |= {"fc.bias": config.fc_bias, "embed_tokens.": config.own_embedding}
     left_out = tuple(name for name, is_used in used.items() if not is_used)
-    kept.shapes = {n: s for n, s in files.shapes.items() if not n.startswith(left_out)}
+    kept.tensors = {n: t for n, t in files.tensors.items() if not n.startswith(left_out)}
     output = None if config.own_output else model.get_output_embeddings()
     return load_head(kept, config, embedding=model.get_input_embeddings().weight, output=output)
 

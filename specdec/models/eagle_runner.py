@@ -9,9 +9,9 @@ logits are computed, E hidden size, S feature size, U draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,11 +27,6 @@ from specdec.models.runner import backend_module, refuse_wrong
 from specdec.types import HiddenName, IntArray, TreeRows
 
 METER_NAME = "eagle"
-
-Run: TypeAlias = Callable[
-    [Sequence[Rows], Tensor, IntArray, Tensor, IntArray], tuple[Tensor, Tensor]
-]
-"""Maps the arguments of ``EagleRunner.forward`` to states [R, E] and logits [A, U]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +63,22 @@ class EagleRunner:
         self.device = weight.device
         self._kernel = attention_kernel(attention, self.device, weight.dtype)
         self.spec = CacheSpec(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_layers=config.layer.num_hidden_layers,
+            num_kv_heads=config.layer.num_key_value_heads,
+            head_dim=config.layer.head_dim,
             dtype=weight.dtype,
             device=self.device,
         )
-        self.max_positions = config.max_positions
+        self.max_positions = config.layer.max_position_embeddings
         self.own_bytes = sum(p.nbytes for p in head.parameters())
-        own: Any = head.embed_tokens if config.own_embedding else None
-        embedding = 0 if own is None else own.weight.nbytes
-        self.weight_bytes = self.own_bytes - embedding + head.shared_output_bytes
+        self.weight_bytes = head.shared_output_bytes + sum(
+            p.nbytes for name, p in head.named_parameters() if not name.startswith("embed_tokens.")
+        )
         self._onnx: Any = None
         if backend == "onnx":
             heads = backend_module("specdec.models.onnx.heads")
             self._onnx = heads.OnnxHead(self.head, self.spec)
-            self._compare(self._onnx.run)
+            self._compare()
             if bits is not None:
                 self._onnx = heads.OnnxHead(self.head, self.spec, bits)
 
@@ -93,7 +88,7 @@ class EagleRunner:
         if version == "mtp":
             return cls(mtp_head(pair), meter=meter, attention=pair.attention)
         head = pair.eagle_head(version)
-        backend = pair.backend_of(head.config.llama())
+        backend = pair.backend_of(head.config.layer)
         bits = pair.options.head_bits
         return cls(head, meter=meter, attention=pair.attention, backend=backend, bits=bits)
 
@@ -103,7 +98,7 @@ class EagleRunner:
 
     @property
     def vocab_size(self) -> int:
-        return self.head.config.vocab_size
+        return self.head.config.layer.vocab_size
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -170,21 +165,18 @@ class EagleRunner:
         fused = self.head.states(features.to(self.device, self.spec.dtype))
         if len(feature_rows) == num_rows:
             return fused
-        is_own = np.ones(num_rows, np.bool_)
-        is_own[feature_rows] = False
-        inputs = fused.new_empty(num_rows, fused.shape[1])
-        inputs[to_device(feature_rows, self.device)] = fused
-        inputs[to_device(np.flatnonzero(is_own), self.device)] = states
-        return inputs
+        own_rows = np.setdiff1d(np.arange(num_rows), feature_rows)
+        order = np.concatenate([feature_rows, own_rows]).argsort()
+        return torch.cat([fused, states])[to_device(order, self.device)]
 
-    def _compare(self, run: Run) -> None:
+    def _compare(self) -> None:
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(7, self.head.config.feature_size, generator=generator)
-        states = torch.randn(3, self.head.config.hidden_size, generator=generator)
+        states = torch.randn(3, self.head.config.layer.hidden_size, generator=generator)
         places = np.arange(4)
         results: list[Tensor] = []
         with torch.inference_mode():
-            for way in (run, self._run_eager):
+            for way in (self._onnx.run, self._run_eager):
                 cache = self.new_cache(8)
                 prompt = cache.rows(prefix_tokens=places)
                 results += way([prompt], features[:4], places, states[:0], places[3:])

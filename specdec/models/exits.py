@@ -113,34 +113,36 @@ def save_vocabulary(ids: Tensor, folder: Path) -> None:
 
 
 class ReducedOutput(nn.Linear):
-    """An output matrix of a draft vocabulary; other tokens have the logit -inf. ``places``,
-    int64[V], has each token's row in the matrix, U for those without one.
-    """
+    """An output matrix of a draft vocabulary, the tokens ``ids``; others have the logit -inf."""
 
-    places: Tensor
+    ids: Tensor
 
     def __init__(self, weight: Tensor, ids: Tensor, vocab_size: int) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("places", places_of(ids, vocab_size).to(weight.device))
+        self.register_buffer("ids", checked_ids(ids, vocab_size).to(weight.device))
+        self.vocab_size = vocab_size
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return spread(F.linear(hidden, self.weight), self.places)
+        return spread(F.linear(hidden, self.weight), self.ids, self.vocab_size)
 
 
-def places_of(ids: Tensor, vocab_size: int) -> Tensor:
+def checked_ids(ids: Tensor, vocab_size: int) -> Tensor:
     ids = ids.long()
     if len(ids) and int(ids.max()) >= vocab_size:
         raise UserError(
             f"a head drafts token {int(ids.max())}, but the target has {vocab_size} tokens; train"
             " the heads again for this target"
         )
-    return torch.full((vocab_size,), len(ids)).index_copy(0, ids, torch.arange(len(ids)))
+    return ids
 
 
-def spread(logits: Tensor, places: Tensor) -> Tensor:
-    """Maps logits [.., U] of a draft vocabulary to [.., V]."""
-    return F.pad(logits, (0, 1), value=-torch.inf)[..., places]
+def spread(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Maps logits [.., U] of the tokens ``ids`` to [.., V], -inf for others; None: U is V."""
+    if ids is None:
+        return logits
+    full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return full.index_copy_(-1, ids, logits)
 
 
 def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeights:

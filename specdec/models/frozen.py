@@ -9,14 +9,20 @@ Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.models.slicing import final_norm, keep_layers, layers_name, shared_copy
+from specdec.models.slicing import (
+    final_norm,
+    keep_layers,
+    layers_name,
+    recorded,
+    shared_copy,
+    with_hidden,
+)
 
 
 class FrozenModel(nn.Module):
@@ -85,17 +91,9 @@ class FrozenModel(nn.Module):
         return dict(zip(numbers, found, strict=True))
 
     def _residuals(self, tokens_BS: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        streams: dict[int, Tensor] = {}
-        hooks = [
-            self.layers[number - 1].register_forward_hook(partial(_keep, streams, number))
-            for number in numbers
-        ]
-        try:
-            with self.autocast():
-                self.model.base_model(input_ids=tokens_BS, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        modules = {number: self.layers[number - 1] for number in numbers}
+        with recorded(modules) as streams, self.autocast():
+            self.model.base_model(input_ids=tokens_BS, use_cache=False)
         place = tokens_BS.device  # layers may be on several devices
         return [streams[number].to(place).float() for number in numbers]
 
@@ -134,17 +132,15 @@ class _OneLayer:
         self._layers = keep_layers(self._model, number, number + 1)
 
     def run(self, layer: nn.Module, x_BSE: Tensor) -> Tensor:
-        found: dict[int, Tensor] = {}
         self._layers[0] = layer
-        hooks = (
-            layer.register_forward_pre_hook(partial(_feed, x_BSE), with_kwargs=True),
-            layer.register_forward_hook(partial(_keep, found, 0)),
+        hook = layer.register_forward_pre_hook(
+            lambda _, args, kwargs: with_hidden(x_BSE, args, kwargs), with_kwargs=True
         )
         try:
-            self._model.base_model(input_ids=_blank(x_BSE), use_cache=False)
+            with recorded({0: layer}) as found:
+                self._model.base_model(input_ids=_blank(x_BSE), use_cache=False)
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
         return found[0]
 
 
@@ -157,13 +153,3 @@ def _text(row_S: Tensor) -> Tensor:
 def _blank(x_BSE: Tensor) -> Tensor:
     """Returns token ids whose embeddings are never read."""
     return torch.zeros(x_BSE.shape[:2], dtype=torch.long, device=x_BSE.device)
-
-
-def _keep(found: dict[int, Tensor], number: int, _: nn.Module, __: Any, output: Any) -> None:
-    found[number] = output[0] if isinstance(output, tuple) else output
-
-
-def _feed(x_BSE: Tensor, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args:
-        return (x_BSE, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": x_BSE}

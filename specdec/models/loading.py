@@ -35,7 +35,7 @@ from specdec.models.quantize import Quantization, WeightFormat, quantize, share_
 from specdec.models.slicing import layers_name
 
 if TYPE_CHECKING:
-    from specdec.tensor_parallel import Collective
+    from specdec.tensor_parallel.collective import Collective
     from specdec.tensor_parallel.cuts import Cut
 
 DTYPES = {  # supported values of ``model.dtype``
@@ -113,7 +113,7 @@ def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
-                attn_implementation=_reference_attention(config),
+                attn_implementation=reference_attention(config),
                 output_loading_info=True,
             )
     except _LOADING_ERRORS as error:
@@ -166,7 +166,7 @@ def _empty(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
                 config,
                 dtype=dtype,
                 trust_remote_code=False,
-                attn_implementation=_reference_attention(config),
+                attn_implementation=reference_attention(config),
             )
     except _LOADING_ERRORS as error:
         raise UserError(
@@ -286,7 +286,7 @@ def _config(info: ModelInfo) -> AutoConfig:
         ) from error
 
 
-def _reference_attention(config: AutoConfig) -> str:
+def reference_attention(config: AutoConfig) -> str:
     return "eager" if config_value(config, "attn_logit_softcapping") else "sdpa"
 
 

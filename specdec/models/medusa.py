@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.exits import places_of, read_tensors, spread
+from specdec.models.exits import checked_ids, read_tensors, spread
 from specdec.models.runner import backend_module, refuse_wrong
 from specdec.models.slicing import final_norm
 
@@ -95,13 +95,13 @@ class MedusaHeads:
 
 class MedusaHead:
     """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target; with
-    a draft vocabulary [U, E], and ``places`` as in ``exits.ReducedOutput``.
+    a draft vocabulary [U, E], the tokens ``ids``.
     """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
         self._output = target.get_output_embeddings()
         matrix = self._output.weight
-        width = matrix.shape[1]
+        self.vocab_size, width = matrix.shape
         self.norm = copy.deepcopy(final_norm(target))
         shapes = {
             "norm.weight": self.norm.weight.shape,
@@ -109,13 +109,12 @@ class MedusaHead:
             "output.weight": matrix.shape,
         }
         loaded = {name: w.to(matrix.device, matrix.dtype) for name, w in weights.items()}
-        ids, self.places = loaded.pop("output.ids", None), None
-        if ids is not None:
-            self.places = places_of(weights["output.ids"], matrix.shape[0]).to(matrix.device)
-            loaded.setdefault(
-                "output.weight", matrix[weights["output.ids"].long().to(matrix.device)]
-            )
-            shapes["output.weight"] = torch.Size((len(ids), width))
+        loaded.pop("output.ids", None)
+        self.ids: Tensor | None = None
+        if "output.ids" in weights:
+            self.ids = checked_ids(weights["output.ids"], len(matrix)).to(matrix.device)
+            loaded.setdefault("output.weight", matrix[self.ids])
+            shapes["output.weight"] = (len(self.ids), width)
         for name, weight in loaded.items():
             if weight.shape != shapes.get(name):
                 known = ", ".join(f"{k} {tuple(v)}" for k, v in shapes.items())
@@ -136,7 +135,7 @@ class MedusaHead:
             h = h + F.silu(F.linear(h, self.block))
         logits: Tensor
         logits = self._output(h) if self.output is None else F.linear(h, self.output)
-        return logits if self.places is None else spread(logits, self.places)
+        return spread(logits, self.ids, self.vocab_size)
 
 
 def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from specdec.errors import UserError
-from specdec.models.eagle import Attend, EagleConfig, causal
+from specdec.models.eagle import ATTENTION, Attend, EagleConfig, causal
 from specdec.models.eagle_loading import fit_head, untrained_config
 from specdec.models.slicing import shared_copy
-
-_ATTENTION = "specdec_mtp"
 
 
 class MtpHead(nn.Module):
@@ -36,7 +34,7 @@ class MtpHead(nn.Module):
     def __init__(self, mtp: MtpModel, config: EagleConfig) -> None:
         super().__init__()
         self.config, self.layer = config, mtp.layers[0]
-        self.layer.config._attn_implementation = _ATTENTION
+        self.layer.config._attn_implementation = ATTENTION
         self.norm = mtp.shared_post_norm if mtp.use_shared_post_norm else nn.Identity()
         self.rotary = mtp.rotary_emb
         self._typed = {"layer_type": mtp.config.layer_types[0]} if mtp.has_per_layer_rope else {}
@@ -72,7 +70,7 @@ class MtpHead(nn.Module):
                 attention_mask=None,
                 position_ids=places,
                 past_key_values=None,
-                attend=attend,
+                attend=lambda _, *args: attend(0, *args),
             )
         )
         return out
@@ -86,23 +84,6 @@ class MtpHead(nn.Module):
 
     def target_logits(self, logits: Tensor) -> Tensor:
         return logits
-
-
-def _attend(
-    _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """Passes queries, keys and values on to ``attend``, which scales by the head size."""
-    scaled = options.get("scaling") in (None, query.shape[-1] ** -0.5)
-    other = [k for k in ("sliding_window", "softcap", "s_aux") if options.get(k) is not None]
-    if not scaled or other or key.shape[-1] != value.shape[-1]:
-        raise UserError(
-            f"the MTP layer of this target attends with {other or 'another scale or value size'},"
-            " which is not supported; choose another source"
-        )
-    return options["attend"](0, query, key, value), None
-
-
-AttentionInterface.register(_ATTENTION, _attend)
 
 
 def mtp_head(pair: Any) -> MtpHead:

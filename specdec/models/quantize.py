@@ -21,7 +21,7 @@ from specdec.errors import UserError
 from specdec.models.slicing import layers_name, shared_copy
 
 if TYPE_CHECKING:
-    from specdec.tensor_parallel import Collective
+    from specdec.tensor_parallel.collective import Collective
     from specdec.tensor_parallel.cuts import Cut
 
 GROUP_SIZES = (128, 64, 32)
@@ -177,7 +177,9 @@ def share_plan(
     formats = weight_formats(model, kind)
     if group is None:
         return {}, formats
-    from specdec.tensor_parallel import shard_modules  # only ranks of a group need the package
+    from specdec.tensor_parallel.sharding import (
+        shard_modules,  # only ranks of a group need the package
+    )
 
     return shard_modules(model, group, partial(scale_inputs, kind=kind)), formats
 

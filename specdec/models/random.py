@@ -6,19 +6,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.errors import UserError
-from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
-from specdec.models.loading import torch_dtype, usable_device
+from specdec.models.loading import reference_attention, torch_dtype, usable_device
 
 WINDOWED = frozenset({"mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "qwen2", "qwen3"})
 """Families of ``CERTIFIED`` that can attend through a sliding window."""
 
-_GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
 _NO_HEAD_DIM = {"mistral", "qwen2", "phi3", "olmo2", "starcoder2", "gpt_neox", "opt"}
 
 
@@ -57,10 +50,9 @@ def random_model(
         raise UserError(
             f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
         ) from error
-    capped = config_value(config, "attn_logit_softcapping")
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=kind, attn_implementation="eager" if capped else "sdpa"
+            config, dtype=kind, attn_implementation=reference_attention(config)
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -77,7 +69,7 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
     if family in {"gpt2", "gpt_bigcode", "opt", "gpt_neox"}:
         del entries["num_key_value_heads"]
     if family in {"gpt2", "gpt_bigcode"}:
-        return {_GPT2_NAMES.get(name, name): value for name, value in entries.items()}
+        return entries
     if family == "opt":
         return entries | {"ffn_dim": 2 * width, "word_embed_proj_dim": width // 2}
     entries["intermediate_size"] = 2 * width

@@ -11,7 +11,6 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -49,9 +48,11 @@ from specdec.models.inspection import CERTIFIED
 from specdec.models.slicing import (
     cache_argument,
     final_norm,
+    first_of,
     keep_layers,
     layers_name,
     shared_copy,
+    with_hidden,
 )
 from specdec.types import HiddenName, IntArray, TreeRows
 
@@ -122,22 +123,6 @@ def concatenate(parts: Sequence[RunnerOutput]) -> RunnerOutput:
     )
 
 
-def selected_logits(
-    output: RunnerOutput, available: IntArray | None, wanted: IntArray | None
-) -> RunnerOutput:
-    """Returns the output with only the logits of the rows ``wanted``, int64[A], in this order;
-    None: unchanged.
-
-    ``available``, ascending, lists the rows of ``output.logits``; None means all rows.
-    """
-    if output.logits is None or wanted is None:
-        return output
-    order = wanted if available is None else np.searchsorted(available, wanted)
-    if np.array_equal(order, np.arange(len(output.logits))):
-        return output
-    return replace(output, logits=output.logits[to_device(order, output.logits.device)])
-
-
 def refuse_wrong(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
     both = [torch.cat([part.flatten() for part in parts]) for parts in (found, expected)]
     # Tokens outside a draft vocabulary are -inf in both.
@@ -164,6 +149,34 @@ class Backend:
         return TreeCache(spec=self.layers.spec, capacity=capacity)
 
 
+def in_parts(
+    parts: Sequence[Sequence[Rows]],
+    hidden: Tensor | None,
+    logits_rows: IntArray | None,
+    run: Callable[[Sequence[Rows], Tensor | None, IntArray], RunnerOutput],
+) -> RunnerOutput:
+    """Runs the rows of a pass in parts, one after the other in packing order.
+
+    ``run`` gets the rows of a part, their hidden states, and the indices of those whose logits are
+    computed, ascending.
+    """
+    num_rows = sum(len(rows) for part in parts for rows in part)
+    wanted = np.arange(num_rows) if logits_rows is None else np.sort(logits_rows)
+    outputs, start = [], 0
+    for part in parts:
+        stop = start + sum(map(len, part))
+        own = wanted[slice(*wanted.searchsorted([start, stop]))] - start
+        outputs.append(run(part, None if hidden is None else hidden[start:stop], own))
+        start = stop
+    output = concatenate(outputs)
+    if output.logits is None or logits_rows is None:
+        return output
+    order = wanted.searchsorted(logits_rows)
+    if np.array_equal(order, np.arange(len(order))):
+        return output
+    return replace(output, logits=output.logits[to_device(order, output.logits.device)])
+
+
 class Eager(Backend):
     def __init__(self, layers: ModelSlice, attention: str, forward: Callable[..., Any]) -> None:
         self.layers = layers
@@ -177,11 +190,8 @@ class Eager(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        if len(rows) == 1:
-            tokens, positions = rows[0].tokens, rows[0].positions
-        else:
-            tokens = np.concatenate([part.tokens for part in rows])
-            positions = np.concatenate([part.positions for part in rows])
+        tokens = np.concatenate([part.tokens for part in rows])
+        positions = np.concatenate([part.positions for part in rows])
         device, layers = self.layers.spec.device, self.layers
         step = AttentionPlan(
             rows=rows,
@@ -365,14 +375,11 @@ def slice_model(
 
 
 def _capture(name: HiddenName, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-    kwargs[PLAN].captured[name] = output[0] if isinstance(output, tuple) else output
+    kwargs[PLAN].captured[name] = first_of(output)
 
 
 def _put_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hidden = kwargs[PLAN].hidden
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
+    return with_hidden(kwargs[PLAN].hidden, args, kwargs)
 
 
 def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]) -> None:
@@ -464,13 +471,9 @@ class ModelRunner:
             logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
         """
         assert (hidden is None) == self.is_first, "hidden states enter every slice but the first"
-        # Steps of the loop are in inference mode already; entering it again costs microseconds.
-        mode: AbstractContextManager[Any] = (
-            nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
-        )
         # Times include making masks and cache views, as do those of the baselines, which run
         # transformers' own forward.
-        with mode, self._meter.model(self.name, self.device):
+        with torch.inference_mode(), self._meter.model(self.name, self.device):
             return self.backend.run(rows, hidden, logits_rows)
 
 
@@ -480,8 +483,8 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 class Probe(PassPlan):
-    """A plan that records the shapes of keys, the options by layer of the slice and which have a
-    sliding window, and rejects unsupported attention arguments.
+    """A plan that records the shapes of keys and the options by layer of the slice, and rejects
+    unsupported attention arguments.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor | None) -> None:
@@ -489,7 +492,6 @@ class Probe(PassPlan):
         self.shapes: dict[int, tuple[int, int]] = {}
         self.options: dict[int, ScoreOptions] = {}
         self.num_heads = 0
-        self.windowed: set[int] = set()
         self._model_type = model_type
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -503,8 +505,6 @@ class Probe(PassPlan):
         self.shapes[self.cache.layer] = (key.shape[1], key.shape[3])
         self.options[self.cache.layer] = options
         self.num_heads = query.shape[1]
-        if options.window is not None:
-            self.windowed.add(self.cache.layer)
         return rearrange(torch.zeros_like(query), "b h r d -> b r h d")
 
 
@@ -533,11 +533,12 @@ def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
             f"{probe.shapes}); use a plain decoder-only family such as llama, qwen3 or gpt2"
         )
     kinds = config_value(config, "layer_types", ["full_attention"] * num_layers)
-    windowed = {i for i, name in enumerate(kinds) if name == "sliding_attention"}
-    if {*kinds} - {"full_attention", "sliding_attention"} or not windowed <= probe.windowed:
+    stated = {i for i, name in enumerate(kinds) if name == "sliding_attention"}
+    windowed = {i for i, options in probe.options.items() if options.window is not None}
+    if {*kinds} - {"full_attention", "sliding_attention"} or not stated <= windowed:
         raise UserError(
             f"model type {kind!r} cannot be used: its layers are {sorted({*kinds})}, and "
-            f"{len(probe.windowed)} of {num_layers} use a sliding window; use a family "
+            f"{len(windowed)} of {num_layers} use a sliding window; use a family "
             "with full and sliding attention only, such as llama, qwen3 or gemma3_text"
         )
     num_kv_heads, head_dim = probe.shapes[0]

@@ -2,10 +2,11 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +16,14 @@ from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.types import HiddenName
 
+K = TypeVar("K")
+
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names since and before transformers 5.24; outputs have an attribute of the same name."""
 
 
-class _Layers(nn.ModuleList):
-    """A list of layers whose full slice is itself; transformers slices it in every forward."""
-
-    def __getitem__(self, idx: Any) -> Any:
-        if isinstance(idx, slice) and idx.indices(len(self)) == (0, len(self), 1):
-            return self
-        return super().__getitem__(idx)
-
-
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    memo |= {id(module): object.__new__(type(module)) for module in model.modules()}
-    for module in model.modules():
-        # Most attributes are empty dictionaries of hooks, which take deepcopy most of its time.
-        memo[id(module)].__dict__ = {
-            name: type(value)()
-            if isinstance(value, dict) and not value
-            else copy.deepcopy(value, memo)
-            for name, value in vars(module).items()
-        }
-    copied: PreTrainedModel = memo[id(model)]
-    return copied
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
 
 
 def layers_name(model: PreTrainedModel) -> str:
@@ -56,7 +39,7 @@ def layers_name(model: PreTrainedModel) -> str:
 
 def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn.ModuleList:
     name, config = layers_name(model), model.config.get_text_config()
-    layers = _Layers(list(model.get_submodule(name))[first_layer:last_layer])  # type: ignore[arg-type]
+    layers: nn.ModuleList = model.get_submodule(name)[first_layer:last_layer]  # type: ignore[index]
     config.num_hidden_layers = len(layers)
     if config_value(config, "layer_types"):
         config.layer_types = list(config.layer_types[first_layer:last_layer])
@@ -86,32 +69,44 @@ def _of_forward(forward: Callable[..., Any]) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[-1])
 
 
+@contextmanager
+def recorded(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
+    """Yields a dictionary that gets the last output of each module inside the block."""
+    found: dict[K, Tensor] = {}
+    hooks = [m.register_forward_hook(partial(_record, found, key)) for key, m in modules.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _record(found: dict[Any, Tensor], key: Any, _: nn.Module, __: Any, output: Any) -> None:
+    found[key] = first_of(output)
+
+
+def first_of(output: Any) -> Tensor:
+    """Returns the hidden states of a layer's output, which some families return in a tuple."""
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments of a layer's forward with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
+
+
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
     """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V], by
     transformers' own forward on int64[B, T].
     """
-    found: dict[HiddenName, Tensor] = {}
-
-    def note(name: HiddenName) -> Any:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            found[name] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
     layers: Any = target.get_submodule(layers_name(target))
-    hooks = [
-        (final_norm(target) if name.normed else layers[name.layer]).register_forward_hook(
-            note(name)
-        )
-        for name in names
-    ]
-    try:
-        with torch.no_grad():
-            logits = target(tokens, use_cache=False).logits
-    finally:
-        for handle in hooks:
-            handle.remove()
+    modules = {name: final_norm(target) if name.normed else layers[name.layer] for name in names}
+    with torch.no_grad(), recorded(modules) as found:
+        logits = target(tokens, use_cache=False).logits
     streams = [found[name] for name in names]
     return torch.cat(streams, -1) if streams else logits[..., :0], logits

@@ -27,6 +27,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
+from specdec.models.exits import spread
 from specdec.models.runner import ModelRunner
 from specdec.types import IntArray
 
@@ -306,9 +307,8 @@ class TranslatedDraft:
 
     def target_logits(self, logits: Tensor) -> Tensor:
         """Maps draft logits [W, U] to [W, V]: -inf for target tokens outside the intersection."""
-        full = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        full[:, self.target_ids.to(logits.device)] = self.shared_logits(logits)
-        return full
+        ids = self.target_ids.to(logits.device)
+        return spread(self.shared_logits(logits), ids, self.vocab_size)
 
 
 def simple_tokenizer(vocab_size: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from specdec.pairs.options import ModelOptions
 from specdec.types import HiddenName, IntArray
 
 if TYPE_CHECKING:
-    from specdec.tensor_parallel import Collective
+    from specdec.tensor_parallel.collective import Collective
 
 H = TypeVar("H")
 

@@ -62,7 +62,7 @@ class ModelOptions:
 
     dtype: OwnDtype = "auto"
     device: Device = "auto"
-    attention: Literal["auto", "dense", "two_level", "triton", "flash", "flex"] = "auto"
+    attention: Literal["auto", "dense", "two_level", "triton", "flash"] = "auto"
     graphs: Literal["off", "auto", "cuda", "replay"] = "off"
     kernels: Literal["torch", "triton", "packed"] = "torch"
     compile: bool = False

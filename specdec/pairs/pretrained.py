@@ -34,7 +34,7 @@ from specdec.parts.fields import Text, validated
 from specdec.types import IntArray
 
 if TYPE_CHECKING:
-    from specdec.tensor_parallel import Collective
+    from specdec.tensor_parallel.collective import Collective
 
 _UNTRAINED = Path("untrained")  # value of ``eagle_head``
 

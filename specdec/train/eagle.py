@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,17 +63,18 @@ def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: in
             f"layers={list(spec.layers)}: the target has {target.num_layers} layers only"
         )
     rope = config_value(target.config, "rope_parameters", {})
+    layer: dict[str, Any] = {}
     variants = {
         key: getattr(spec, key) for key in ("norm_before_residual", "fc_norm", "norm_output")
     }
     if "rope_theta" in rope:  # not with learned positions, or frequencies by kind of layer
-        variants["rope"] = rope
+        layer["rope_parameters"] = rope
     if spec.layers is not None:
         variants["layers"] = tuple(layer - 1 for layer in spec.layers)
     if spec.feed_forward is not None:
-        variants["intermediate_size"] = spec.feed_forward
+        layer["intermediate_size"] = spec.feed_forward
     return untrained_config(
-        3, target.config, own_output=own_output, draft_vocab_size=size, **variants
+        3, target.config, layer=layer, own_output=own_output, draft_vocab_size=size, **variants
     )
 
 
@@ -89,7 +91,7 @@ def new_head(target: FrozenModel, config: EagleConfig, ids: Tensor | None, seed:
         if weight.dim() == 2:
             nn.init.normal_(weight, std=_STD, generator=generator)
     with torch.no_grad():
-        signs_E = torch.ones(config.hidden_size, device=target.device)
+        signs_E = torch.ones(config.layer.hidden_size, device=target.device)
         signs_E[::2] = -1.0  # mean 0, square 1: RMS and layer norms only scale it
         head.norm.weight.copy_(target.norm(signs_E.to(output.weight.dtype)) * signs_E)
         if config.own_output:
@@ -196,10 +198,11 @@ class EagleDrafter(Drafter):
 
 
 def _refuse_other(stored: EagleConfig, config: EagleConfig, folder: str) -> None:
-    wanted = asdict(config)
+    wanted = {**asdict(config), **config.layer.to_dict(), "layer": None}
+    found = {**asdict(stored), **stored.layer.to_dict(), "layer": None}
     different = [
         f"{key} is {value}, not {wanted[key]}"
-        for key, value in asdict(stored).items()
+        for key, value in found.items()
         if wanted[key] != value
     ]
     if different:

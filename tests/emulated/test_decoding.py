@@ -109,7 +109,7 @@ def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -
     """Control: returning a replay's outputs without copying them fails, as on a GPU."""
     from specdec.models.backends import graphs as static
 
-    monkeypatch.setattr(static, "_cut", lambda computed, num_rows: computed)
+    monkeypatch.setattr(static, "_cut", lambda computed, *_: computed)
     cell = Cell("draft_model", "static", "match", "local", "greedy")
     with emulated(), pytest.raises((ValueError, AssertionError)):  # NaN where logits were
         assert _decoded(_runner(cell)) == _expected("greedy")

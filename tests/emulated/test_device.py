@@ -147,8 +147,8 @@ def test_ranks_agree_where_to_meet(monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_dense_attention_folds_heads_on_cuda(masked):
-    """Query heads folded into rows of their key/value head give the same attention."""
+def test_dense_attention_on_cuda(masked):
+    """Keys and values repeated for the query heads of their group give the same attention."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 6, 5, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, 9, 8, generator=generator, dtype=torch.float64)

@@ -25,7 +25,10 @@ TARGET = LlamaConfig(hidden_size=16, num_hidden_layers=6, vocab_size=37, num_att
 def recorded(variant: str, **changes: Any) -> tuple[EagleHead, dict[str, Tensor]]:
     """A recorded head, perhaps under another reading of its flags, and its inputs and logits."""
     files = HeadFiles(FOLDER / variant)
-    config: EagleConfig = replace(files.head_config(TARGET), **changes)
+    config = files.head_config(TARGET)
+    flags = {key: changes.pop(key) for key in EagleConfig.__dataclass_fields__.keys() & changes}
+    layer = LlamaConfig(**{**config.layer.to_dict(), **changes})
+    config = replace(config, layer=layer, **flags)
     head = load_head(files, config, embedding=torch.zeros(37, 16), output=None)
     return head, load_file(FOLDER / f"{variant}.safetensors")
 
@@ -98,9 +101,9 @@ def test_the_reduced_vocabulary_is_read_as_offsets() -> None:
     [
         ("plain", {"norm_before_residual": True}),
         ("norm_before_residual", {"norm_before_residual": False}),
-        ("plain", {"rope": {"rope_type": "default", "rope_theta": 10000.0}}),
-        ("scaled_rope", {"rope": {"rope_type": "default", "rope_theta": 10000.0}}),
-        ("plain", {"eps": 1.0}),
+        ("plain", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("scaled_rope", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("plain", {"rms_norm_eps": 1.0}),
     ],
 )
 def test_another_reading_gives_other_logits(variant: str, change: dict[str, Any]) -> None:

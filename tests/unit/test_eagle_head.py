@@ -32,7 +32,7 @@ NO_IDS = np.zeros(0, np.int64)
 def sequence(head: EagleHead) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64[T], and the feature [T, S] of the position before each."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(head.config.vocab_size, (T,), generator=generator)
+    tokens = torch.randint(head.config.layer.vocab_size, (T,), generator=generator)
     shape = T, head.config.feature_size
     return tokens, torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -50,7 +50,7 @@ def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
     tokens, features = sequence(head)
     runner = EagleRunner(head, meter=Meter())
     cache = runner.new_cache(4)
-    empty = torch.zeros(0, head.config.hidden_size, dtype=torch.float64)
+    empty = torch.zeros(0, head.config.layer.hidden_size, dtype=torch.float64)
     parts = []
     for first, last in ((0, 4), (4, T)):
         rows = cache.rows(prefix_tokens=tokens[first:last].numpy())
@@ -106,7 +106,7 @@ def test_entries_computed_again_replace_the_old_ones() -> None:
 
     def run(parts: list[Any], given: torch.Tensor) -> Any:
         rows = np.arange(len(given))
-        none = torch.zeros(0, head.config.hidden_size, dtype=torch.float64)
+        none = torch.zeros(0, head.config.layer.hidden_size, dtype=torch.float64)
         return runner.forward(
             parts, features=given, feature_rows=rows, states=none, logits_rows=rows
         )
@@ -140,8 +140,7 @@ def target(num_layers: int = 4, hidden: int = 16, vocab: int = 48) -> Any:
 def load(folder: Path, head: EagleHead, **variant: Any) -> EagleHead:
     files = HeadFiles(folder)
     config = files.head_config(target())
-    (embedding,), (output,) = head._target_embedding, head._target_output
-    assert embedding is not None
+    embedding, output = head._target
     return load_head(files, config, embedding=embedding, output=output, **variant)
 
 
@@ -183,7 +182,7 @@ def test_files_give_the_head_again(variant: str, layout: str, tmp_path: Path) ->
     )
     # Tensors of a file are aligned differently, which may change the order of summation.
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    if head.config.draft_vocab_size < head.config.vocab_size:
+    if head.config.draft_vocab_size < head.config.layer.vocab_size:
         assert int(torch.isfinite(found[0]).sum()) == head.config.draft_vocab_size
         assert torch.isfinite(found[0, 1::2][:20]).all()
 
@@ -192,8 +191,7 @@ def test_a_stored_embedding_that_is_the_targets_is_not_kept_twice(tmp_path: Path
     head = eagle.random_head(eagle.config("eagle3"))
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    (embedding,) = head._target_embedding
-    assert embedding is not None
+    embedding, _ = head._target
     save_file(tensors | {"embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
     assert not load(tmp_path, head).config.own_embedding
 
@@ -294,7 +292,7 @@ def test_the_memory_of_a_rank_that_drafts_is_counted(tmp_path: Path) -> None:
     head = bundled_target_head()
     save_head(head, tmp_path)
     own = sum(p.numel() for p in head.parameters())
-    embedding = head.config.vocab_size * head.config.hidden_size
+    embedding = head.config.layer.vocab_size * head.config.layer.hidden_size
     plain, pair = (
         build_pretrained(target="bundled:target", dtype="bfloat16", eagle_head=folder)
         for folder in (None, str(tmp_path))

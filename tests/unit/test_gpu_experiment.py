@@ -75,7 +75,6 @@ def test_verdicts():
     assert told["llama3-1b: 8 nodes over one"] == "not measured"
     assert told["llama3-8b: share of the copy bandwidth, `ar`"] == "met"  # 150 x 15 GB / 3 TB
     assert told["tree attention at 500: sdpa, dense mask over ours"] == "met"
-    assert told["tree attention at 500: flex_attention over ours"] == "not measured"
     assert told["fused SwiGLU: best alternative over ours"] == "missed"
     assert told["replayed acceptances: best_first over `ar`"] == "met"
     assert told["replayed acceptances: best_first, overhead share"] == "missed"

@@ -21,7 +21,7 @@ from specdec.models.onnx import support
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.pairs.random import build_random
-from specdec.tensor_parallel import Collective
+from specdec.tensor_parallel.collective import Collective
 from specdec.types import NO_NODE, HiddenName, TreeRows
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")

@@ -12,7 +12,6 @@ import torch
 
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
-from specdec.models.eagle import EagleConfig
 from specdec.models.eagle_runner import EagleRunner, rewritten
 from specdec.models.medusa import MedusaHeads
 from specdec.models.random import random_model
@@ -24,16 +23,16 @@ pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
 TOLERANCE = 1e-4
 PREFIX, NODES = 6, 9
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 def _head(variant: str, **changes: object):
     """A head of ``tests.eagle`` in float32, with heads of 16 entries as the graphs need."""
-    sizes = {**eagle.SIZES, **eagle.VARIANTS[variant], "head_dim": 16, **changes}
-    config = EagleConfig(**sizes)
+    config = eagle.made({**eagle.SIZES, **eagle.VARIANTS[variant], "head_dim": 16, **changes})
     generator = torch.Generator().manual_seed(1)
-    shape = config.vocab_size, config.hidden_size
+    shape = config.layer.vocab_size, config.layer.hidden_size
     embedding = torch.randn(shape, generator=generator)
-    output = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    output = torch.nn.Linear(*shape[::-1], bias=False)
     return eagle.random_head(config, embedding=embedding, output=output).float()
 
 
@@ -46,7 +45,7 @@ def _pass(runner: EagleRunner, rows, with_feature, seed: int, wanted=None):
     generator = torch.Generator().manual_seed(seed)
     config, num = runner.head.config, sum(map(len, rows))
     features = torch.randn(len(with_feature), config.feature_size, generator=generator)
-    states = torch.randn(num - len(features), config.hidden_size, generator=generator)
+    states = torch.randn(num - len(features), config.layer.hidden_size, generator=generator)
     out = runner.forward(
         rows,
         features=features,
@@ -117,8 +116,11 @@ def test_bits_of_a_weight():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"activation": "gelu"}, "'gelu' is not silu"),
-        ({"rope": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
+        ({"hidden_act": "gelu"}, "'gelu' is not silu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "'dynamic'",
+        ),
         ({"head_dim": 24}, "head size 24"),
     ],
 )
@@ -129,8 +131,8 @@ def test_unsupported_heads(changes, reason):
         _runners(head)
     auto = build_random(dtype="float32", hidden_size=64, backend="auto")
     assert auto.backend == "onnx"
-    assert auto.backend_of(head.config.llama()) == "eager"
-    assert auto.backend_of(_head("eagle3").config.llama()) == "onnx"
+    assert auto.backend_of(head.config.layer) == "eager"
+    assert auto.backend_of(_head("eagle3").config.layer) == "onnx"
 
 
 # Medusa.

@@ -19,8 +19,8 @@ from specdec.models.quantize import (
 )
 from specdec.models.random import random_model
 from specdec.models.slicing import shared_copy
-from specdec.tensor_parallel import Collective, HeadSplit
-from specdec.tensor_parallel.cuts import Piece, whole_groups
+from specdec.tensor_parallel.collective import Collective
+from specdec.tensor_parallel.cuts import HeadSplit, Piece, whole_groups
 from tests.pretrained import pretrained
 from tests.stored import stored_parts
 

@@ -20,8 +20,9 @@ from specdec.models.loading import load_model
 from specdec.models.quantize import sharded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.tensor_parallel import Collective, HeadSplit, collective
-from specdec.tensor_parallel.cuts import Cut, even
+from specdec.tensor_parallel import collective
+from specdec.tensor_parallel.collective import Collective
+from specdec.tensor_parallel.cuts import Cut, HeadSplit, even
 from specdec.types import TreeRows
 from tests.shares import run_group
 

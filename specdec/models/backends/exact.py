@@ -40,10 +40,8 @@ from specdec.attention.exact import (
     BLOCK,
     Context,
     ExactPlan,
-    RowRange,
     exact_attention,
     in_pieces,
-    packed,
     row_ranges,
 )
 from specdec.attention.tree_attention import EMPTY, Rows, ScoreOptions, TreeCache
@@ -58,9 +56,8 @@ from specdec.models.runner import (
     Eager,
     ModelSlice,
     RunnerOutput,
-    concatenate,
+    in_parts,
     round_up,
-    selected_logits,
 )
 from specdec.types import IntArray, TreeRows
 
@@ -83,7 +80,7 @@ class Exact(Backend):
         self.layers = layers = eager.layers
         self._eager = eager
         self._group = None  # ranks must not wait for each other during proofs
-        setting = Setting.here(layers.spec.dtype, layers.spec.device)
+        setting = Setting(layers.spec.dtype, layers.spec.device, torch.get_num_threads())
         self.counts = proved_counts(_operators(layers, setting), setting)
         whole = proved_counts([self._whole_pass()], setting)
         self.counts = tuple(count for count in self.counts if count in whole)
@@ -94,33 +91,26 @@ class Exact(Backend):
     ) -> RunnerOutput:
         if self._group is not None:
             self._agree(self._group)
-        hidden = None if hidden is None else hidden.to(self.layers.spec.device)
-        wanted = np.zeros(sum(map(len, rows)), np.bool_)
-        if self.layers.wants_logits(logits_rows):
-            wanted[slice(None) if logits_rows is None else logits_rows] = True
-        outputs, start = [], 0
-        for parts in row_ranges(rows, self.counts[-1]):
-            stop = start + sum(map(len, parts))
-            own = None if hidden is None else hidden[start:stop]
-            outputs.append(self._pass(parts, stop - start, own, np.flatnonzero(wanted[start:stop])))
-            start = stop
-        return selected_logits(concatenate(outputs), np.flatnonzero(wanted), logits_rows)
+        parts = list(row_ranges(rows, self.counts[-1]))
+        return in_parts(parts, hidden, logits_rows, self._pass)
 
     def _pass(
-        self, parts: Sequence[RowRange], num: int, hidden: Tensor | None, logits_rows: IntArray
+        self, parts: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray
     ) -> RunnerOutput:
-        device = self.layers.spec.device
+        device, num = self.layers.spec.device, sum(map(len, parts))
         num_rows = round_up(num, self.counts)
         if hidden is not None:
-            hidden = pad(hidden, (0, 0, 0, num_rows - num))[None]
+            hidden = pad(hidden.to(device), (0, 0, 0, num_rows - num))[None]
         step = ExactPlan(
             parts=parts, num_rows=num_rows, first_layer=self.layers.first_layer, hidden=hidden
         )
+        packed = ([part.tokens for part in parts], [part.positions for part in parts])
         tokens, positions = (
-            to_device(packed(parts, name, num_rows), device) for name in ("tokens", "positions")
+            to_device(np.pad(np.concatenate(arrays), (0, num_rows - num)), device)
+            for arrays in packed
         )
         num_logits, keep = len(logits_rows), None
-        if num_logits:
+        if self.layers.wants_logits(logits_rows):
             padding = round_up(num_logits, self.counts) - num_logits
             keep = to_device(np.pad(logits_rows, (0, padding)), device)
         output = self._eager.compute(step, tokens, positions, keep)
@@ -253,10 +243,6 @@ class Setting:
     dtype: torch.dtype
     device: torch.device
     threads: int
-
-    @staticmethod
-    def here(dtype: torch.dtype, device: torch.device) -> Setting:
-        return Setting(dtype, device, torch.get_num_threads())
 
 
 _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}

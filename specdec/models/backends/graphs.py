@@ -33,19 +33,18 @@ from specdec.attention.tree_attention import (
     TreeCache,
     Visibility,
     dense_attention,
-    folded_heads,
     layer_views,
 )
 from specdec.clocks import timed_runs
+from specdec.device import to_device
 from specdec.errors import UserError
 from specdec.models.runner import (
     ROW_COUNTS,
     Backend,
     Eager,
     RunnerOutput,
-    concatenate,
+    in_parts,
     round_up,
-    selected_logits,
 )
 from specdec.types import IntArray
 
@@ -166,7 +165,7 @@ class Inputs:
         if self.hidden is not None:
             assert hidden is not None, "hidden states enter every slice but the first"
             self.hidden[0, :num] = hidden
-            self.hidden[0, num:] = hidden[-1]
+            self.hidden[0, num:] = self.hidden[0, num - 1]
 
 
 class _Shape(NamedTuple):
@@ -205,8 +204,7 @@ class _StaticPlan(PassPlan):
         if self._kernel is not None and softcap is None and window is None:
             output = self._kernel(query, keys, values, self._visibility, scaling)
         else:
-            folds = folded_heads(query, keys) if softcap is None else 1
-            mask = self._visibility.mask(window, folds)
+            mask = self._visibility.mask(window)
             output = dense_attention(query, keys, values, mask, scaling, softcap)
         return output.transpose(1, 2)
 
@@ -256,18 +254,13 @@ class Graphs(Backend):
         """Replays one graph per request, with all logits; returns copies of unpadded outputs."""
         if not self.serves(rows):
             return self._eager.run(rows, hidden, logits_rows)
-        wants_logits = self.layers.wants_logits(logits_rows)
-        hidden = None if hidden is None else hidden.to(self.layers.spec.device)
-        outputs, start = [], 0
-        for part in rows:
-            if len(part):
-                stop = start + len(part)
-                part_hidden = None if hidden is None else hidden[start:stop]
-                outputs.append(_cut(self._replay(part, part_hidden, wants_logits), len(part)))
-                start = stop
-        return selected_logits(concatenate(outputs), None, logits_rows)
+        parts = [[part] for part in rows if len(part)]
+        return in_parts(parts, hidden, logits_rows, self._replay)
 
-    def _replay(self, rows: Rows, hidden: Tensor | None, wants_logits: bool) -> RunnerOutput:
+    def _replay(
+        self, part: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray
+    ) -> RunnerOutput:
+        (rows,) = part
         num_rows = round_up(len(rows), ROW_COUNTS)
         num_columns = round_up(rows.visible.shape[1], COLUMN_COUNTS)
         arena = self.arenas.of(rows.cache)
@@ -275,15 +268,19 @@ class Graphs(Backend):
         context = arena.spare
         if not self._reads_lengths:
             context = min(context, max(LEAST_CONTEXT, 1 << (rows.end - 1).bit_length()))
-        shape = _Shape(arena, num_rows, num_columns, context, wants_logits)
+        shape = _Shape(arena, num_rows, num_columns, context, self.layers.wants_logits(logits_rows))
         self._inputs_of(shape).fill(rows, arena.spare, hidden)
         self.replays += 1
-        if shape not in self._ready:
+        if shape in self._ready:
+            output = self._ready[shape]()
+        else:
             self._occurred[shape] = None
             if self._captures and timed_runs.is_timed():
-                return self._launch_of(shape)()
-            self._prepare(shape)
-        return self._ready[shape]()
+                output = self._launch_of(shape)()
+            else:
+                self._prepare(shape)
+                output = self._ready[shape]()
+        return _cut(output, len(rows), logits_rows)
 
     def begin_timed(self) -> None:
         occurred_shapes, self._occurred = list(self._occurred), {}
@@ -332,11 +329,16 @@ def _launch(eager: Eager, shape: _Shape, inputs: Inputs) -> RunnerOutput:
     return eager.compute(step, inputs.tokens, inputs.positions, 0 if shape.wants_logits else None)
 
 
-def _cut(output: RunnerOutput, num_rows: int) -> RunnerOutput:
-    """Copies the first rows, because the next replay overwrites the static outputs."""
+def _cut(output: RunnerOutput, num_rows: int, logits_rows: IntArray) -> RunnerOutput:
+    """Copies rows, because the next replay overwrites the static outputs."""
+    logits = output.logits
+    if logits is not None and len(logits_rows) == num_rows:
+        logits = logits[:num_rows].clone()
+    elif logits is not None:
+        logits = logits[to_device(logits_rows, logits.device)]
     return RunnerOutput(
         hidden=output.hidden[:num_rows].clone(),
-        logits=None if output.logits is None else output.logits[:num_rows].clone(),
+        logits=logits,
         captured={layer: hidden[:num_rows].clone() for layer, hidden in output.captured.items()},
     )
 

@@ -27,7 +27,7 @@ from specdec.types import HiddenName
 
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-_FLOAT, _INT64, _INT32 = 1, 7, 6  # of onnx.TensorProto
+_FLOAT, _INT64, _INT32, BOOL = 1, 7, 6, 9  # of onnx.TensorProto
 QUANTISED = "MatMulNBits"
 
 
@@ -40,8 +40,6 @@ class Graph:
     model: bytes  # serialised ``onnx.ModelProto``; its initializers are external data
     # name -> array of every large initializer, float32 or packed codes
     weights: dict[str, np.ndarray[Any, Any]]
-    # outputs that are hidden states [R, E]: the slice's output, then captured ones
-    hidden_names: tuple[str, ...]
 
 
 def with_exact_products(graph: Graph) -> Graph:
@@ -62,6 +60,8 @@ def epsilon(norm: Any) -> float:
 def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
     """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``. ``bits`` of a
     weight in linear layers and the output head; None: float32.
+
+    The outputs ``state_0``, ``state_1``, ... are the slice's output, then the captured states.
     """
     model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
@@ -90,11 +90,10 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
         chosen = writer.op("Gather", normed, rows, axis=1)
         logits = writer.linear("output", [output], chosen)
         if isinstance(output, ReducedOutput):
-            logits = writer.spread(logits, output.places.tolist())
+            logits = writer.spread(logits, output.ids, output.vocab_size)
         writer.output("logits", logits, ["one", "A", "V"])
-    for state in states:
-        writer.hidden_names.append(f"state_{len(writer.hidden_names)}")
-        writer.output(writer.hidden_names[-1], found[state], ["one", "R", "E"])
+    for number, state in enumerate(states):
+        writer.output(f"state_{number}", found[state], ["one", "R", "E"])
     return writer.finish()
 
 
@@ -111,8 +110,6 @@ class GraphWriter:
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     constants: list[Any] = field(default_factory=list)
-    # outputs that are hidden states, in order
-    hidden_names: list[str] = field(default_factory=list)
     # id of a norm's module -> name of its weight
     norms: dict[int, str] = field(default_factory=dict)
 
@@ -168,14 +165,11 @@ class GraphWriter:
         return self.op("Add", product, self.weight(f"{name}.bias", bias))
 
     def product(self, name: str, parts: Sequence[nn.Linear], value: str) -> str:
-        matrix = f"{name}.weight"
-        known = matrix in self.weights
-        weight = Tensor() if known else torch.cat([part.weight for part in parts])
+        matrix, weight = f"{name}.weight", torch.cat([part.weight for part in parts])
         if self.bits is None:
-            return self.op("MatMul", value, matrix if known else self.weight(matrix, weight.T))
+            return self.op("MatMul", value, self.weight(matrix, weight.T))
         bits = bits_of(name, self.bits)
-        if not known:
-            self.weights[matrix], self.weights[f"{matrix}.scales"] = packed(weight, bits)
+        self.weights[matrix], self.weights[f"{matrix}.scales"] = packed(weight, bits)
         return self.op(
             QUANTISED,
             value,
@@ -189,13 +183,14 @@ class GraphWriter:
             accuracy_level=4,  # activations are rounded to 8 bits: the fast kernels
         )
 
-    def spread(self, logits: str, places: list[int]) -> str:
+    def spread(self, logits: str, ids: Tensor, vocab_size: int) -> str:
         first = self.op("Gather", logits, self.constant("first", [0]), axis=-1)
         minus_infinity = self.weight("minus_infinity", torch.tensor([-torch.inf]))
         # first - first is 0 and has the shape of a column.
         column = self.op("Add", self.op("Sub", first, first), minus_infinity)
         both = self.op("Concat", logits, column, axis=-1)
-        return self.op("Gather", both, self.constant("places", places), axis=-1)
+        places = torch.full((vocab_size,), len(ids)).index_copy(0, ids, torch.arange(len(ids)))
+        return self.op("Gather", both, self.constant("places", places.tolist()), axis=-1)
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
         """Returns the root-mean-square norm of ``value + update``, and the sum."""
@@ -298,8 +293,4 @@ class GraphWriter:
         )
         domains = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
         proto = helper.make_model(graph, opset_imports=domains, ir_version=_IR_VERSION)
-        return Graph(
-            model=proto.SerializeToString(),
-            weights=self.weights,
-            hidden_names=tuple(self.hidden_names),
-        )
+        return Graph(model=proto.SerializeToString(), weights=self.weights)

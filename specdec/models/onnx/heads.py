@@ -6,14 +6,12 @@ the prefix, new ones, and nodes. Medusa heads have no cache: a pass is norm, blo
 over the rows of all requests; heads that share the target's output matrix share one session for it,
 so that ONNX Runtime stores one copy of the matrix.
 
-Shape letters: R rows of a pass, F of them whose state is a feature of the target, O = R - F whose
-state is an output of the head, A rows whose logits are computed, E hidden size, S feature size, U
+Shape letters: R rows of a pass, A rows whose logits are computed, E hidden size, S feature size, U
 draft vocabulary, V vocabulary, K heads.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,29 +24,29 @@ from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
 from specdec.models.exits import spread
 from specdec.models.medusa import MedusaHead
-from specdec.models.onnx.graph import Graph, GraphWriter
+from specdec.models.onnx.graph import BOOL, Graph, GraphWriter
 from specdec.models.onnx.session import Array, CacheSession, new_session
 from specdec.models.onnx.support import problem
-from specdec.types import BoolArray, IntArray
+from specdec.types import IntArray
 
 
 def build_head_graph(head: EagleHead, bits: int | None = None) -> Graph:
     """Writes a pass of a head as a graph; ``problem`` must accept its configuration. ``bits`` of a
     weight in its matrices, None for float32.
 
-    Inputs: tokens and positions int64[1, R]; features [1, max(F, 1), S] and own [1, max(O, 1), E],
-    of which ``order`` int64[R] chooses every row's state; logits_rows int64[A]. Outputs: states [1,
-    R, E] and logits [1, A, U].
+    Inputs: tokens and positions int64[1, R]; features [1, R, S] and own [1, R, E], of which
+    is_feature bool[R, 1] chooses every row's state; logits_rows int64[A]. Outputs: states [1, R, E]
+    and logits [1, A, U].
     """
     config = head.config
-    layers = range(config.num_layers)
-    writer = GraphWriter(config.llama(), head.rotary, dict.fromkeys(layers, ScoreOptions()), bits)
-    table = writer.weight("embeddings", _embedding(head))
+    options = dict.fromkeys(range(len(head.layers)), ScoreOptions())
+    writer = GraphWriter(config.layer, head.rotary, options, bits)
+    table = writer.weight("embeddings", head.embedding)
     embedded = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
-    fused = _fused(writer, head, writer.declare_floats("features", [1, "F", config.feature_size]))
-    own = writer.declare_floats("own", [1, "O", config.hidden_size])
-    both = writer.op("Concat", fused, own, axis=1)
-    stream = writer.op("Gather", both, writer.declare_indices("order", ["R"]), axis=1)
+    fused = _fused(writer, head, writer.declare_floats("features", [1, "R", config.feature_size]))
+    own = writer.declare_floats("own", [1, "R", config.layer.hidden_size])
+    is_feature = writer.declare(writer.inputs, "is_feature", BOOL, ["R", 1])
+    stream = writer.op("Where", is_feature, fused, own)
     writer.declare_rows()
     if config.version == 1:
         stream = writer.linear("fc", [head.fc], writer.op("Concat", embedded, stream, axis=-1))
@@ -61,22 +59,10 @@ def build_head_graph(head: EagleHead, bits: int | None = None) -> Graph:
     chosen = writer.op("Gather", normed, rows, axis=1)
     fed_back = normed if config.norm_output else stream
     writer.output("states", fed_back, ["one", "R", "E"])
-    writer.output("logits", writer.linear("output", [_output(head)], chosen), ["one", "A", "U"])
-    return writer.finish()
-
-
-def _embedding(head: EagleHead) -> Tensor:
-    if head.config.own_embedding:
-        return head.embed_tokens.weight
-    (matrix,) = head._target_embedding
-    assert matrix is not None
-    return matrix
-
-
-def _output(head: EagleHead) -> nn.Linear:
-    output = head.lm_head if head.config.own_output else head._target_output[0]
+    output = head.output
     assert isinstance(output, nn.Linear)
-    return output
+    writer.output("logits", writer.linear("output", [output], chosen), ["one", "A", "U"])
+    return writer.finish()
 
 
 def _fused(writer: GraphWriter, head: EagleHead, features: str) -> str:
@@ -112,12 +98,12 @@ def _layer(writer: GraphWriter, index: int, layer: Any, stream: str, embedded: s
 class OnnxHead:
     def __init__(self, head: EagleHead, spec: CacheSpec, bits: int | None = None) -> None:
         config = head.config
-        reason = problem(config.llama(), spec.dtype, spec.device)
+        reason = problem(config.layer, spec.dtype, spec.device)
         if reason:
             raise UserError(
                 f"model.backend=onnx cannot run this EAGLE head: {reason}; use model.backend=eager"
             )
-        self._feature_size, self._hidden_size = config.feature_size, config.hidden_size
+        self._feature_size, self._hidden_size = config.feature_size, config.layer.hidden_size
         self._draft_vocab_size = config.draft_vocab_size
         self._session = CacheSession(build_head_graph(head, bits), [None])
 
@@ -130,68 +116,39 @@ class OnnxHead:
         logits_rows: IntArray,
     ) -> tuple[Tensor, Tensor]:
         """Returns states [R, E] and logits [A, U]; arguments are as in ``EagleRunner.forward``."""
-        is_feature = np.zeros(sum(map(len, rows)), np.bool_)
+        num_rows = sum(map(len, rows))
+        is_feature = np.zeros(num_rows, np.bool_)
         is_feature[feature_rows] = True
-        found = []
-        start = feature = own = 0  # of the next part
+        # The graph maps a row's feature and its parent's output, of which one is zeros.
+        given = np.zeros((num_rows, self._feature_size), np.float32)
+        own = np.zeros((num_rows, self._hidden_size), np.float32)
+        if len(features):
+            given[feature_rows] = features.numpy()
+        if len(states):
+            own[~is_feature] = states.numpy()
+        found, start = [], 0
         for part in _joined(rows):
             stop = start + len(part)
-            mine = is_feature[start:stop]
-            num = int(np.count_nonzero(mine))
-            more = feature + num, own + len(part) - num
             chosen = logits_rows[(logits_rows >= start) & (logits_rows < stop)] - start
-            inputs = features[feature : more[0]], states[own : more[1]]
-            found.append(self._run_one(part, *inputs, mine, chosen))
-            start, (feature, own) = stop, more
+            inputs: dict[str, Array] = {
+                "tokens": part.tokens[None],
+                "features": given[None, start:stop],
+                "own": own[None, start:stop],
+                "is_feature": is_feature[start:stop, None],
+                # At least one row: graphs with none are not tested.
+                "logits_rows": chosen if len(chosen) else np.zeros(1, np.int64),
+            }
+            shapes = {
+                "states": (1, len(part), self._hidden_size),
+                "logits": (1, max(len(chosen), 1), self._draft_vocab_size),
+            }
+            outputs, logits = self._session.run(part, inputs, shapes)
+            found.append((outputs, logits[: len(chosen)]))
+            start = stop
         if len(found) == 1:
             return found[0]
         all_states, all_logits = zip(*found, strict=True)
         return torch.cat(all_states), torch.cat(all_logits)
-
-    def _run_one(
-        self,
-        rows: Rows,
-        features: Tensor,
-        states: Tensor,
-        is_feature: BoolArray,
-        logits_rows: IntArray,
-    ) -> tuple[Tensor, Tensor]:
-        num_rows, num_logits = len(rows), len(logits_rows)
-        num_features, num_own = len(features), len(states)
-        # Sizes are at least 1: graphs with none are not tested.
-        key = num_rows, max(num_logits, 1), max(num_features, 1), max(num_own, 1)
-        memory = self._session.memory(key, partial(self._arrays, *key))
-        into = memory.inputs
-        into["tokens"][0] = rows.tokens
-        if num_features:
-            into["features"][0] = features.numpy()
-        if num_own:
-            into["own"][0] = states.numpy()
-        order = np.where(is_feature, is_feature.cumsum(), (~is_feature).cumsum() + key[2])
-        into["order"][:] = order - 1
-        into["logits_rows"][:] = logits_rows if num_logits else 0
-        self._session.run(rows, memory)
-        found, logits = memory.results()
-        return found, logits[:num_logits]
-
-    def _arrays(
-        self, num_rows: int, num_logits: int, num_features: int, num_own: int
-    ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        shared, rows = self._session.shared_array, (1, num_rows)
-        inputs: dict[str, Array] = {
-            "tokens": np.empty(rows, np.int64),
-            "positions": np.empty(rows, np.int64),
-            "features": shared("features", (1, num_features, self._feature_size)),
-            "own": shared("own", (1, num_own, self._hidden_size)),
-            "order": np.empty(num_rows, np.int64),
-            "logits_rows": np.empty(num_logits, np.int64),
-        }
-        for name in ("features", "own"):  # keeps an unused row finite
-            inputs[name].fill(0.0)
-        return inputs, {
-            "states": (*rows, self._hidden_size),
-            "logits": (1, num_logits, self._draft_vocab_size),
-        }
 
 
 def _joined(rows: Sequence[Rows]) -> Iterator[Rows]:
@@ -232,19 +189,18 @@ class OnnxMedusa:
             raise UserError(
                 f"model.backend=onnx cannot run Medusa heads: {reason}; use model.backend=eager"
             )
-        self._heads = [new_session(_head_graph(target, head)) for head in heads]
-        self._has_output = [head.output is not None for head in heads]
-        self._places = [head.places for head in heads]
-        self._output = None if all(self._has_output) else new_session(_output_graph(target))
+        self._sessions = [new_session(_head_graph(target, head)) for head in heads]
+        shared = any(head.output is None for head in heads)
+        self._output = new_session(_output_graph(target)) if shared else None
+        self._heads = heads
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
         """Returns [R, V] of head ``number`` (1 .. K) for hidden [R, E] on the host, R >= 1."""
-        found = _run(self._heads[number - 1], hidden.numpy())
-        if not self._has_output[number - 1]:
-            assert self._output is not None, "a head has an output matrix, or shares the target's"
+        head, session = self._heads[number - 1], self._sessions[number - 1]
+        found = _run(session, hidden.numpy())
+        if head.output is None:
             found = _run(self._output, found)
-        logits, places = torch.from_numpy(found), self._places[number - 1]
-        return logits if places is None else spread(logits, places)
+        return spread(torch.from_numpy(found), head.ids, head.vocab_size)
 
 
 def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:

@@ -4,8 +4,6 @@ Shape letters: R rows of one request, A rows whose logits are computed, E hidden
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,9 +18,8 @@ from specdec.models.runner import (
     Backend,
     Eager,
     RunnerOutput,
-    concatenate,
+    in_parts,
     refuse_wrong,
-    selected_logits,
 )
 from specdec.types import IntArray, TreeRows
 
@@ -45,52 +42,38 @@ class Onnx(Backend):
         graph = build_graph(layers, bits)
         states = list(dict.fromkeys([layers.output, *layers.capture]))
         self._captured = [(name, states.index(name)) for name in layers.capture]
-        self._outputs = graph.hidden_names
+        self._outputs = [f"state_{number}" for number in range(len(states))]
         self._hidden_size, self._vocab_size = layers.hidden_size, layers.vocab_size
         windows = {option.window for option in layers.options.values()}
         self._session = CacheSession(with_exact_products(graph) if bits else graph, windows)
         with torch.inference_mode():
-            refuse_wrong(self._sample(self), self._sample(eager), "model")
+            refuse_wrong([self._sample(self)], [self._sample(eager)], "model")
         if bits:
             self._session = CacheSession(graph, windows)
 
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        rows = [piece for part in rows for piece in _pieces(part)]
-        if len(rows) == 1:
-            return self._run_one(rows[0], hidden, logits_rows)
-        num_rows = sum(map(len, rows))
-        wanted = np.arange(num_rows) if logits_rows is None else np.sort(logits_rows)
-        outputs, start = [], 0
-        for part in rows:
-            stop = start + len(part)
-            if stop > start:
-                own = wanted[slice(*wanted.searchsorted([start, stop]))] - start
-                states = None if hidden is None else hidden[start:stop]
-                outputs.append(self._run_one(part, states, own))
-                start = stop
-        return selected_logits(concatenate(outputs), wanted, logits_rows)
+        parts = [[piece] for part in rows for piece in _pieces(part) if len(piece)]
+        return in_parts(parts, hidden, logits_rows, self._run_part)
 
-    def _run_one(
-        self, rows: Rows, hidden: Tensor | None, logits_rows: IntArray | None
+    def _run_part(
+        self, part: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray
     ) -> RunnerOutput:
+        (rows,) = part
         wants_logits = self.layers.wants_logits(logits_rows)
-        if not wants_logits:
-            logits_rows = _ONE_ROW
-        num_rows, num_logits = len(rows), None if logits_rows is None else len(logits_rows)
-        memory = self._session.memory(
-            (num_rows, num_logits), partial(self._arrays, num_rows, num_logits)
+        inputs: dict[str, Array] = {}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            self._outputs, (1, len(rows), self._hidden_size)
         )
-        into = memory.inputs
         if hidden is None:
-            into["tokens"][0] = rows.tokens
+            inputs["tokens"] = rows.tokens[None]
         else:
-            into["hidden"][0] = hidden.numpy()
-        if self.layers.is_last and logits_rows is not None:
-            into["logits_rows"][:] = logits_rows
-        self._session.run(rows, memory)
-        states = memory.results()
+            inputs["hidden"] = hidden.numpy()[None]
+        if self.layers.is_last:
+            inputs["logits_rows"] = logits_rows if wants_logits else _ONE_ROW
+            shapes["logits"] = (1, len(inputs["logits_rows"]), self._vocab_size)
+        states = self._session.run(rows, inputs, shapes)
         logits = states.pop() if self.layers.is_last else None
         return RunnerOutput(
             hidden=states[0],
@@ -98,47 +81,22 @@ class Onnx(Backend):
             captured={name: states[i] for name, i in self._captured},
         )
 
-    def _arrays(
-        self, num_rows: int, num_logits: int | None
-    ) -> tuple[dict[str, Array], dict[str, tuple[int, ...]]]:
-        rows = (1, num_rows)
-        inputs: dict[str, Array] = {"positions": np.empty(rows, np.int64)}
-        if self.layers.is_first:
-            inputs["tokens"] = np.empty(rows, np.int64)
-        else:
-            inputs["hidden"] = self._session.shared_array("hidden", (*rows, self._hidden_size))
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            self._outputs, (*rows, self._hidden_size)
-        )
-        if self.layers.is_last:
-            chosen = np.arange(num_rows if num_logits is None else num_logits)
-            inputs["logits_rows"] = chosen
-            shapes["logits"] = (1, len(chosen), self._vocab_size)
-        return inputs, shapes
-
-    def _sample(self, backend: Backend) -> list[Tensor]:
+    def _sample(self, backend: Backend) -> Tensor:
         places, half = np.arange(_SAMPLE), _SAMPLE // 2
         hidden = None
         if not self.layers.is_first:
             generator = torch.Generator().manual_seed(0)
             hidden = torch.randn(_SAMPLE, self._hidden_size, generator=generator)
+        tree = TreeRows.within(
+            prefix_len=half,
+            node_ids=places[:half],
+            tokens=places[half:],
+            parent_ids=np.maximum(-1, places[:half] - 2),  # two roots, and a chain below each
+        )
         cache = TreeCache(spec=self.layers.spec, capacity=_SAMPLE)
-        outputs = []
-        for part in (slice(0, half), slice(half, None)):
-            if not part.start:
-                rows = cache.rows(prefix_tokens=places[:half])
-            else:
-                tree = TreeRows.within(
-                    prefix_len=half,
-                    node_ids=places[:half],
-                    tokens=places[half:],
-                    # Two roots, and a chain below each.
-                    parent_ids=np.maximum(-1, places[:half] - 2),
-                )
-                rows = cache.rows(tree=tree)
-            output = backend.run([rows], None if hidden is None else hidden[part], None)
-            outputs.append(output.hidden if output.logits is None else output.logits)
-        return outputs
+        rows = cache.rows(prefix_tokens=places[:half], tree=tree)
+        output = backend.run([rows], hidden, None)
+        return output.hidden if output.logits is None else output.logits
 
 
 def _pieces(rows: Rows) -> list[Rows]:
@@ -150,21 +108,4 @@ def _pieces(rows: Rows) -> list[Rows]:
     if rows.start or np.array_equal(rows.positions, np.arange(len(rows))):
         return [rows]
     first = rows.num_prefix or 1
-    num_nodes = first - rows.num_prefix
-    before = replace(
-        rows,
-        tokens=rows.tokens[:first],
-        positions=rows.positions[:first],
-        node_ids=rows.node_ids[:num_nodes],
-        visible=rows.visible[:first, :first],
-    )
-    tree = replace(
-        rows,
-        tokens=rows.tokens[first:],
-        positions=rows.positions[first:],
-        node_ids=rows.node_ids[num_nodes:],
-        num_prefix=0,
-        start=first,
-        visible=rows.visible[first:],
-    )
-    return [before, tree]
+    return [rows.cut(0, first), rows.cut(first, len(rows))]

@@ -25,10 +25,6 @@ def problem(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) 
         return f"it runs on a CPU only, and the models are on {device}"
     if dtype != torch.float32:
         return f"it computes in float32 only, not in {str(dtype).removeprefix('torch.')}"
-    return _unsupported(config)
-
-
-def _unsupported(config: PreTrainedConfig) -> str | None:
     if config.model_type not in FAMILIES:
         return f"it has no graphs of {config.model_type} models, only of {_FAMILIES}"
     rope = config_value(config, "rope_parameters", {}).get("rope_type", "default")

@@ -194,8 +194,8 @@ def reading(head: EagleHead, layers: tuple[int, ...]) -> EagleHead:
     """The same weights on other layers of the target."""
     other = EagleHead(
         replace(head.config, layers=layers),
-        embedding=head._target_embedding[0],
-        output=head._target_output[0],
+        embedding=head._target[0],
+        output=head._target[1],
     ).double()
     other.load_state_dict(head.state_dict())
     return other.requires_grad_(False)
