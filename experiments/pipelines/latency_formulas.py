@@ -53,13 +53,9 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
 
 def _latency_laws(run: Outcome, stages: int, width: int) -> dict[str, float]:
     """Milliseconds per token by the formulas, from a run's profile."""
-    profile = build_profile(run.config["clock"])
-    one, full = (
-        {kind: profile.ms(kind, num) for kind in (Work.STAGE, Work.TRANSFER, Work.DRAFT)}
-        for num in (1, width)
-    )
-    plain = stages * one[Work.STAGE] + (stages - 1) * one[Work.TRANSFER]  # a transfer less
-    pipedec = max(full[Work.DRAFT], full[Work.STAGE] + full[Work.TRANSFER])
+    ms = build_profile(run.config["clock"]).ms
+    plain = stages * ms(Work.STAGE, 1) + (stages - 1) * ms(Work.TRANSFER, 1)  # a transfer less
+    pipedec = max(ms(Work.DRAFT, width), ms(Work.STAGE, width) + ms(Work.TRANSFER, width))
     return {"pp": plain, "pipedec": pipedec}
 
 

@@ -284,13 +284,10 @@ def _equations_row(
     s, tokens = run.summary, run.summary["new_tokens"]
     counts = decode_counts(run.results, run.totals)  # without the steps that fill the pipeline
     simulated = counts.steps / counts.tokens
-    profile = build_profile(run.config["clock"])
-    stage, head = (
-        sum(profile.ms(kind, config["width"]) for kind in kinds)
-        for kinds in ((Work.STAGE, Work.PRUNE, Work.TRANSFER), (Work.HEAD,))
-    )
+    price, width = build_profile(run.config["clock"]).ms, config["width"]
+    stage = sum(price(work, width) for work in (Work.STAGE, Work.PRUNE, Work.TRANSFER))
     missed = (1.0 - s["hit_rate"]) * (stages - 1)  # other stages that a token goes through
-    ms, steps = stage + head + missed * stage, 1.0 + missed
+    ms, steps = stage + price(Work.HEAD, width) + missed * stage, 1.0 + missed
     return (
         *(draft.title, stages, s["hit_rate"], s["num_prompts"]),
         *(run.tbt_ms, ms, 100.0 * (ms / run.tbt_ms - 1.0)),

@@ -49,9 +49,9 @@ def predicted(run: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[float,
         odds = logit(np.asarray(law.section["top1"], float))
         wanted = law_of(run["middle"]).hit_rate
         moved = [expit(odds + by).tolist() for by in np.linspace(0.0, 3.0, 61)]
-        rates = [of_law({**law.section, "top1": top1}).hit_rate for top1 in moved]
-        near = int(np.abs(np.array(rates) - wanted).argmin())
-        law = of_law({**law.section, "middle_top1": moved[near]}, law.label)
+        laws = [of_law({**law.section, "top1": top1}) for top1 in moved]
+        near = min(laws, key=lambda middle: abs(middle.hit_rate - wanted))
+        law = of_law({**law.section, "middle_top1": near.section["top1"]}, law.label)
     machine = Profiled(name="pipespec_70b", stages=1, by_batch={1: used}, devices=3)
     plain = simulated_ms(law, machine, PLAIN, {}, Layout())
     return plain, simulated_ms(law, machine, run["strategy"], run["sizes"], Layout())
