@@ -220,10 +220,9 @@ def read_traces(path: str | Path, method: str | None = None) -> Record:
 
     A line has ``id``, a number (else the line's number), the prompt's length as ``num_prompt`` or
     as the list ``prompt_token_ids``, and ``acc_len``, or an object with ``acc_len`` under the name
-    ``method``.
-    Entry i of ``acc_len`` is the number of tokens that a pass emits after i generated ones: the
-    accepted ones and one of the target. If the line also has ``generated_token_ids``, the shorter
-    of the two lists counts.
+    ``method``. Entry i of ``acc_len`` is the number of tokens that a pass emits after i generated
+    ones: the accepted ones and one of the target. If the line also has ``generated_token_ids``, the
+    shorter of the two lists counts.
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")
@@ -279,6 +278,9 @@ def _trace(
     if not isinstance(generated, list):
         raise UserError(f"{where} has generated_token_ids that are no list; leave them out")
     text = str(entry.get("id", number))
-    usable = text.isdecimal() and len(text) <= _MAX_DIGITS
+    if text.isdecimal() and len(text) > _MAX_DIGITS:
+        raise UserError(
+            f"{where}: the id has {len(text)} digits; give a number of at most {_MAX_DIGITS}"
+        )
     emitted = np.array(lengths[: len(generated)], np.int64)
-    return int(text) if usable else number, num_prompt, emitted
+    return int(text) if text.isdecimal() else number, num_prompt, emitted

@@ -17,21 +17,11 @@ from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.runs import jobs
 from specdec.runs.jobs import run_job
+from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner
 from specdec.types import TreeRows
 from tests.emulated.device import emulated
 from tests.trees import grown
-
-
-class _Silent:
-    def phase(self, label: str, total: int | None) -> None:
-        """Not of interest."""
-
-    def advance(self, count: int = 1, detail: str = "") -> None:
-        """Not of interest."""
-
-    def note(self, text: str) -> None:
-        """Not of interest."""
 
 
 def _captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -62,7 +52,7 @@ def _decode(folder: Path, *words: str) -> int:
     words = ("model=random", "model.device=cuda", "model.graphs=cuda", *words)
     cfg = run_job_of([*words, "data=stdlib", "data.limit=3", "max_new_tokens=6"]).config
     with emulated() as device:
-        run_job(cfg, folder, _Silent())
+        run_job(cfg, folder, Progress())
         return sum(graph.replays for graph in device.graphs)
 
 
