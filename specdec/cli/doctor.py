@@ -165,7 +165,8 @@ def _show(report: dict[str, Any]) -> None:
         )
     elif report["is_right"]:
         print("The folder is read as the head was trained: no other accepts clearly more.")
-        worst = max(rows.values(), key=lambda row: row["loss"])
+        others = [row for row in rows.values() if row is not own]
+        worst = max(others, key=lambda row: row["loss"], default=own)
         if worst is not own and worst["loss"] > 0:
             lost = f"{100 * worst['loss']:.0f} % of accepted tokens"
             print(f"Read with {worst['reading']!r} it would lose {lost}.")

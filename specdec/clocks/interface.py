@@ -146,7 +146,9 @@ class Clock(ABC):
     """Rank -> seconds of charged work, for ``bubble_share``; only a simulated clock has it."""
     drafted: DraftTime | None = None
     """Time of draft work, for ``draft_hidden_share``."""
-    _acting: int | None = None  # rank that the controller's charges go to inside ``on``
+    _acting: int | None = None
+    """Rank that the controller's charges go to inside ``on``; a clock with its own times reads it
+    in ``charge``, or overrides ``on``."""
 
     @abstractmethod
     def start(self, rank: int) -> None:

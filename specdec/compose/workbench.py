@@ -315,50 +315,55 @@ class Workbench:
         Constructors of policies and sources request them as arguments, executors as arguments of
         ``build``. The parts are made in this order: plan of the executor, policy, verifier, source,
         executor.
+
+        Policies:
+            latency: steps from submission to answer; None where answers come when they come.
+            in_flight: number of batches that the target works on at the same time.
+            profile: of the clock; None for the wall clock.
+        Sources and executors:
+            pair: the models.
+            clock, meter: work is charged to the one, the other counts model passes.
+            draws: ``KeyedDraws`` of the run's seed.
+        Sources:
+            runner: name of a model (draft, middle) -> its ``ModelRunner``.
+            vocab_size: of the target.
+            sample: whether candidates are sampled, for verifiers that need their distribution.
+            make_first_stage: builds the target's first layers with exit heads (``FirstStage``),
+                given the number of layers before each exit; None where the executor returns exits.
+            free_rank: a clock rank that no device of the executor has; another one each time.
+        Executors:
+            blocks: number of blocks of each stage's paged cache (None: not paged), and tokens per
+                block.
+            first_stage: the one that the source has built; None without one.
+            over_ranks: runs the stages of a pipeline on processes
+                (``specdec.executors.models.OverRanks``); None where everything runs in this one.
         """
         clock, meter, draws, ranks = self.clock, self.meter, self.draws, self.ranks
         blocks, free_ranks = (serving.num_blocks, serving.block_tokens), count(plan.num_ranks + 1)
         shared: dict[str, Any] = {"blocks": blocks, "clock": clock, "meter": meter}
-        of_run = {
-            "clock": lambda: clock,  # to which work is charged
-            "meter": lambda: meter,  # counts model passes
-            "draws": lambda: draws,  # ``KeyedDraws`` of the run's seed
-        }
+        of_run = {"clock": lambda: clock, "meter": lambda: meter, "draws": lambda: draws}
         if kind == "policy":
             return {
-                # Steps from submission to answer; None where answers come when they come.
                 "latency": lambda: plan.latency,
-                # Number of batches that the target works on at the same time.
                 "in_flight": lambda: plan.in_flight,
-                "profile": lambda: clock.profile,  # None for the wall clock
+                "profile": lambda: clock.profile,
             }
         if kind == "source":
+            exits = plan if isinstance(plan, EarlyExitPlan) else None
             return {
                 "pair": self.source_pair,
-                # Name of a model (draft, middle) -> its ``ModelRunner``.
                 "runner": lambda: partial(self.runner, plan=plan),
                 **of_run,
-                "vocab_size": lambda: self.pair.vocab_size,  # of the target
-                # Whether candidates are sampled, for verifiers that need their distribution.
+                "vocab_size": lambda: self.pair.vocab_size,
                 "sample": lambda: verifier.needs.draft_probs,
-                # Builds the target's first layers with exit heads (``FirstStage``), given the
-                # number of layers before each exit; None where the executor returns exits.
-                "make_first_stage": lambda: (
-                    partial(self.make_first_stage, plan)
-                    if isinstance(plan, EarlyExitPlan)
-                    else None
-                ),
-                # A clock rank that no device of the executor has; another one each time.
+                "make_first_stage": lambda: exits and partial(self.make_first_stage, exits),
                 "free_rank": lambda: next(free_ranks),
             }
         return {
             "pair": lambda: self.pair,
             **of_run,
-            # Number of blocks of each stage's paged cache (None: not paged), tokens per block.
             "blocks": lambda: blocks,
-            "first_stage": lambda: self._first_stage,  # that the source has built; None without one
-            # Runs the stages of a pipeline on processes (``specdec.executors.models.OverRanks``);
-            # None where everything runs in this process.
+            "first_stage": lambda: self._first_stage,
             "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
         }
 

@@ -52,6 +52,7 @@ class Worker:
         self.rank = rank
         self._unanswered = 0  # heartbeat intervals since the store has answered
         self._store = store
+        # Before ``started``: rank 0 reads all heartbeats once all ranks have started.
         store.set(store_key("heartbeat", rank), json.dumps([0, "connecting"]))
         store.set(store_key("started", rank), socket.gethostname())
         self.connections = Connections(store, rank, size, loopback=loopback)
