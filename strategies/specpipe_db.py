@@ -74,7 +74,8 @@ class AdaptiveWidth(TreePolicy):
     of observed to expected steps without a token, which includes the refill after a miss that Eq. 2
     omits. A step takes as long as the widest of the N levels in flight, so a single narrow level
     saves nothing; the omitted probability is therefore a running mean over several N steps. T(n)
-    comes from the clock's latency profile; without one it is fitted to the measured steps.
+    comes from the clock's latency profile; without one it is fitted to the measured steps
+    (``FadingLine``).
 
     Args:
         width: maximum number of nodes per level and request.

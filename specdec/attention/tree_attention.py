@@ -274,8 +274,8 @@ class Rows:
     def cut(self, start: int, stop: int) -> Rows:
         """Returns the rows ``start`` .. ``stop`` - 1, which see the earlier ones in the cache."""
         num_prefix = max(0, min(stop, self.num_prefix) - start)
-        # Nodes see all of the prefix, and so all of its rows.
-        hidden = self.num_prefix if start >= self.num_prefix else 0
+        # Nodes see all of the prefix, and so all of its rows: their columns are not masked.
+        unmasked = self.num_prefix if start >= self.num_prefix else 0
         return replace(
             self,
             tokens=self.tokens[start:stop],
@@ -285,8 +285,8 @@ class Rows:
             ],
             num_prefix=num_prefix,
             start=self.start + start,
-            first_masked=self.first_masked + hidden,
-            visible=self.visible[start:stop, hidden : self.start + stop - self.first_masked],
+            first_masked=self.first_masked + unmasked,
+            visible=self.visible[start:stop, unmasked : self.start + stop - self.first_masked],
         )
 
 

@@ -71,7 +71,7 @@ _LAYERS = {
 }
 """model_type of a drafter's config -> config and class of its layers."""
 
-_NOT_OF_LAYERS = ("model_type", "layer_types")  # checked apart
+_NOT_OF_LAYERS = ("model_type", "layer_types", "use_sliding_window")  # layers attend to all
 _OWN_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _UNUSED = ("verifier_", "rotary_emb.", "t2d", "embed_tokens.", "lm_head.")
 

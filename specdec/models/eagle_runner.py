@@ -41,7 +41,7 @@ class EagleRunner:
     """Runs a copy of a head over the rows of one or more requests.
 
     ``weight_bytes`` are those that a pass reads, including those shared with the target but not the
-    embedding's rows; ``own_bytes`` those of the head's own weights.
+    embedding's rows.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EagleRunner:
     ) -> None:
         """Wraps a head in evaluation mode, whose weights must not change afterwards; passes of
         ``backend`` "onnx" are first compared with eager ones on a few tokens, and then have
-        ``bits`` of a weight (None: float32).
+        ``bits`` of a weight (None: float32), which is not compared again: it changes drafts only.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -70,7 +70,6 @@ class EagleRunner:
             device=self.device,
         )
         self.max_positions = config.layer.max_position_embeddings
-        self.own_bytes = sum(p.nbytes for p in head.parameters())
         self.weight_bytes = head.shared_output_bytes + sum(
             p.nbytes for name, p in head.named_parameters() if not name.startswith("embed_tokens.")
         )
@@ -81,6 +80,7 @@ class EagleRunner:
             self._compare()
             if bits is not None:
                 self._onnx = heads.OnnxHead(self.head, self.spec, bits)
+                self.weight_bytes = self._onnx.weight_bytes
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3, "mtp"], meter: Meter) -> EagleRunner:

@@ -44,7 +44,7 @@ class FreeDraft(TreePolicy):
     time_dependent = True
     serial = False
     feeds_busy_target = False
-    num_levels = 1
+    num_levels = 1  # set by ``check_source``, before requests are opened
 
     def __init__(self, ahead: int, least: int = 1) -> None:
         self.ahead, self.least = ahead, least
@@ -143,7 +143,7 @@ class Chain:
         """Returns int64[W]: slots of nodes for the target; none if it waits for more of them."""
         path = self._to(self.num_levels - 1)
         new = path[self._tree.submitted_at[path] < 0]
-        num = np.count_nonzero(new)  # without the root
+        num = np.count_nonzero(new)  # without the root, which is slot 0
         return new[:0] if num < self.least and self._grows(len(path)) else new
 
     def work(self, level: int) -> IntArray:

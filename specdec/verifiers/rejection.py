@@ -54,8 +54,9 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
     position = tree.positions[slot, None] + 1
     tests = draws.uniform(request.id, position, Purpose.ACCEPT, np.arange(len(children)))
     if request.sampling.greedy:
-        for judged in np.flatnonzero(tokens == own_token).tolist():
-            return Choice(int(children[judged]), own_token, judged)
+        accepted = np.flatnonzero(tokens == own_token)
+        if len(accepted):
+            return Choice(int(children[accepted[0]]), own_token, int(accepted[0]))
         return Choice(NO_NODE, own_token, len(children))
     node_id, first = int(tree.ids[slot]), int(tokens[0])
     drafted, answered = tree.draft_probs[node_id], tree.target_probs[node_id]

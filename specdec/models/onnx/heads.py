@@ -105,7 +105,10 @@ class OnnxHead:
             )
         self._feature_size, self._hidden_size = config.feature_size, config.layer.hidden_size
         self._draft_vocab_size = config.draft_vocab_size
-        self._session = CacheSession(build_head_graph(head, bits), [None])
+        graph = build_head_graph(head, bits)
+        # Read by a pass: all but the embedding, of which it reads rows.
+        self.weight_bytes = sum(w.nbytes for n, w in graph.weights.items() if n != "embeddings")
+        self._session = CacheSession(graph, [None])
 
     def run(
         self,
