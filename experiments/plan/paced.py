@@ -114,8 +114,7 @@ def run_cluster(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     search, _, finalists = searched(request, folder / "plan", Progress())
     rows = []
     for at, made in enumerate(tried(search, finalists, quick)):
-        units = search.units(made, _PROMPTS)
-        ms = 1e3 * Times.of(units, "latency").mean
+        ms = 1e3 * Times.of(search.units(made, _PROMPTS), "latency").mean
         row = run_paced(made, cluster, folder / f"{at}-{made.name}", quick)
         rows.append({"planned_ms": ms, **row})
         print(*cells(rows[-1]), sep=", ", flush=True)
