@@ -40,7 +40,7 @@ from specdec.types import (
     Output,
     Verdict,
 )
-from specdec.verifiers.walk import accept_child
+from specdec.verifiers.walk import follow_children
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class TypicalVerifier(Verifier):
             best = best[probs[children[best]] > 0.0]
             return int(children[best[0]]) if len(best) else NO_NODE
 
-        return accept_child(request, choose)
+        return follow_children(request, choose)
 
     def _acceptable(self, tree: TokenTree) -> FloatArray:
         """Returns float64[N]: target probability of the acceptable nodes, 0 elsewhere."""

@@ -19,7 +19,7 @@ from specdec.parts.fields import PositiveShare, validated
 from specdec.state import DecodeState, RequestState
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, IntArray, Lossless, Needs, Verdict
-from specdec.verifiers.walk import accept_child, target_probs
+from specdec.verifiers.walk import follow_children, target_probs
 
 
 class RelaxedVerifier(Verifier):
@@ -33,7 +33,7 @@ class RelaxedVerifier(Verifier):
     lossless = Lossless.LOSSY
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        return [accept_child(request, self._choose) for request in requests]
+        return [follow_children(request, self._choose) for request in requests]
 
     @staticmethod
     def _choose(tree: TokenTree, slot: int, children: IntArray) -> int:
@@ -60,7 +60,7 @@ class StrictVerifier(Verifier):
     top_p: PositiveShare = 0.9
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        return [accept_child(request, self._choose) for request in requests]
+        return [follow_children(request, self._choose) for request in requests]
 
     def _choose(self, tree: TokenTree, slot: int, children: IntArray) -> int:
         probs = target_probs(tree, slot)

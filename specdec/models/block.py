@@ -421,9 +421,9 @@ def block_config(kind: Kind, target: Any, **variants: Any) -> BlockConfig:
     }
     layer = Qwen3Config(**{**shape, **own})
     low, high = min(1, num - 1), max(num - 3, min(2, num - 1))
-    spread = torch.linspace(low, high, 5).round().int().tolist()
+    spaced = torch.linspace(low, high, 5).round().int().tolist()
     fields: dict[str, Any] = {
-        "layers": tuple(sorted(set(spread))),
+        "layers": tuple(sorted(set(spaced))),
         "block_size": 5,
         "mask_token": vocab - 1,
     }

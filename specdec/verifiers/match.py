@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from specdec.interfaces import Verifier
 from specdec.state import DecodeState, RequestState
 from specdec.types import NO_NODE, Lossless, Verdict
-from specdec.verifiers.walk import accept_child
+from specdec.verifiers.walk import follow_children
 
 
 class MatchVerifier(Verifier):
@@ -19,4 +19,4 @@ class MatchVerifier(Verifier):
     lossless = Lossless.TOKEN
 
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        return [accept_child(request, lambda *_: NO_NODE) for request in requests]
+        return [follow_children(request, lambda *_: NO_NODE) for request in requests]

@@ -51,7 +51,7 @@ def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
     )
 
 
-def accept_child(
+def follow_children(
     request: RequestState, choose: Callable[[TokenTree, int, IntArray], int]
 ) -> Verdict:
     """Follows the children that ``choose`` (tree, answered slot, its children int64[C >= 1])

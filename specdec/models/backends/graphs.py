@@ -251,7 +251,7 @@ class Graphs(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Replays one graph per request, with all logits; returns copies of unpadded outputs."""
+        """Replays one graph per request; returns copies of the rows that were asked for."""
         if not self.serves(rows):
             return self._eager.run(rows, hidden, logits_rows)
         parts = [[part] for part in rows if len(part)]
