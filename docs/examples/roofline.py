@@ -40,7 +40,7 @@ class Roofline(Clock):
         self._gb = {Work.STAGE: stage_gb, Work.DRAFT: draft_gb}  # other work costs nothing
         self._bandwidth, self._tflops = bandwidth_gb_s, tflops
         self._time: defaultdict[int, float] = defaultdict(float)  # rank -> seconds
-        self._acting = CONTROLLER  # rank that the controller's charges go to
+        self._charged: int = CONTROLLER  # rank that the controller's charges go to
 
     def seconds(self, kind: Work, num_tokens: int) -> float:
         """Duration of one pass; 2 operations per 2-byte weight and row."""
@@ -53,7 +53,7 @@ class Roofline(Clock):
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         """Advances the rank's time."""
         cost = self.seconds(kind, num_tokens) if num_tokens else 0.0
-        rank = self._acting if rank == CONTROLLER else rank
+        rank = self._charged if rank == CONTROLLER else rank
         if cost and self.timeline is not None:
             self.timeline.add(rank, kind.value, self._time[rank], cost, num_tokens)
         self._time[rank] += cost
@@ -79,11 +79,11 @@ class Roofline(Clock):
     def on(self, rank: int) -> Iterator[None]:
         """Inside the block, charges of the controller go to ``rank``, such as a draft's device."""
         self.align(rank, CONTROLLER)
-        self._acting = rank
+        self._charged = rank
         try:
             yield
         finally:
-            self._acting = CONTROLLER
+            self._charged = CONTROLLER
 
     def now(self) -> float:
         """The controller's time."""
