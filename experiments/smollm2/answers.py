@@ -78,15 +78,14 @@ def collect(prompts: Path, answers: Path, file: Path) -> None:
 
 
 def texts(answers: Path, prompts: Path, file: Path) -> None:
-    by_source = {(r["kind"], r["source"]): r for r in prompts_of(prompts)}
+    by_digest = {r["sha256"]: r["text"] for r in prompts_of(prompts)}  # sources may share a name
     lines = []
     for _, row in read_records(answers):
         prompt = row.get("prompt")
         if prompt is None:
-            made = by_source.get((row["kind"], row["source"]))
-            if made is None or made["sha256"] != row["sha256"]:
+            prompt = by_digest.get(row["sha256"])
+            if prompt is None:
                 sys.exit(f"{row['source']}: not among the prompts, or changed; install its version")
-            prompt = made["text"]
         answer = row["answer"] + ("<|im_end|>" if row["ended"] else "")
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}) + "\n")

@@ -16,8 +16,8 @@ from specdec.errors import UserError
 from specdec.models.block import Kind, confidence_loss, save_block, untrained_block
 from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, Index, PositiveShare, validated
-from specdec.train.drafter import Drafter
-from specdec.train.losses import Goal, LossOptions
+from specdec.train.drafter import Drafter, OutputOptions, goal_of
+from specdec.train.losses import LossOptions
 from specdec.train.texts import Batch
 
 _CHUNK = 32  # anchors per pass when agreement is measured
@@ -48,25 +48,40 @@ class BlockSpec:
 
 
 class BlockDrafter(Drafter):
-    def __init__(self, target: FrozenModel, spec: BlockSpec) -> None:
+    def __init__(
+        self, target: FrozenModel, spec: BlockSpec, options: OutputOptions, ids: Tensor | None
+    ) -> None:
         super().__init__()
-        variants: dict[str, Any] = {"block_size": spec.block, "mask_token": spec.mask_token}
+        variants: dict[str, Any] = {"block_size": spec.block, "num_layers": spec.num_layers}
         if spec.layers is not None:
             if max(spec.layers) > target.num_layers:
                 raise UserError(
                     f"layers={list(spec.layers)}: the target has {target.num_layers} layers only"
                 )
             variants["layers"] = tuple(layer - 1 for layer in spec.layers)
+        if spec.mask_token is not None:
+            variants["mask_token"] = spec.mask_token
+        if ids is None and options.matrix == "own":
+            raise UserError(
+                "output.matrix=own: a block drafter has one with output.vocabulary=SIZE"
+            )
+        output = target.get_output_embeddings()
         head = untrained_block(
             spec.kind,
             target.config,
             embedding=target.get_input_embeddings().weight.float(),
-            output=target.get_output_embeddings(),
-            num_layers=spec.num_layers,
+            output=output,
             feed_forward=spec.feed_forward,
-            **{key: value for key, value in variants.items() if value is not None},
+            draft_vocab_size=target.vocab_size if ids is None else len(ids),
+            **variants,
         )
+        if ids is not None:
+            head.target_ids = ids
+            with torch.no_grad():
+                head.lm_head.weight.copy_(output.weight[ids.to(output.weight.device)])
         self.head, self.spec = head.requires_grad_(True), spec
+        if ids is not None:
+            head.lm_head.requires_grad_(options.matrix == "own")
         self.num_drafts = head.config.num_drafts
         self.layers = frozenset(layer + 1 for layer in head.config.layers)
 
@@ -96,35 +111,34 @@ class BlockDrafter(Drafter):
         generator = torch.Generator().manual_seed(batch.step)
         chosen = torch.randperm(len(useful), generator=generator)[: self.spec.anchors]
         anchors_N = useful[chosen.sort().values.to(useful.device)]
-        ahead = anchors_N[:, None] + torch.arange(1, drafts + 1, device=tokens_BS.device)  # [N, M]
-        inside = ahead < length
-        ahead = ahead.clamp(max=length - 1)
-        counts = counts_BS[:, ahead].bool() & inside
-        b, n, k = counts.nonzero(as_tuple=True)
-        total = tokens_BS.new_zeros((), dtype=torch.float32)
+        ahead_NM = anchors_N[:, None] + torch.arange(1, drafts + 1, device=tokens_BS.device)
+        inside_NM = ahead_NM < length
+        ahead_NM = ahead_NM.clamp(max=length - 1)
+        b, n, k = (counts_BS[:, ahead_NM].bool() & inside_NM).nonzero(as_tuple=True)
+        if len(b) > options.every:
+            b, n, k = (part[batch.step % options.every :: options.every] for part in (b, n, k))
+        place = ahead_NM[n, k]  # of the predicted tokens
+        # Blocks overlap: the target's distribution of a token is computed once.
+        places, row = torch.unique(b * length + place, return_inverse=True)
+        last_PE = streams[target.num_layers].flatten(0, 1)[places - 1]
         with target.autocast():
+            goal = goal_of(target, last_PE, self.head.target_ids, options)
             rows = self.rows(features, tokens_BS, anchors_N)
-            weights = self.spec.decay ** torch.arange(drafts, dtype=torch.float32)
+            total, weights = rows.sum() * 0.0, 0.0
             for number in range(drafts):
-                at = k == number
+                weight, at = self.spec.decay**number, k == number
                 if not bool(at.any()):
                     continue
-                where, place = b[at], ahead[n[at], number]  # of the predicted tokens
-                before, labels = tokens_BS[where, place - 1], tokens_BS[where, place]
-                chosen_rows = rows[where, n[at], number]
+                before, labels = tokens_BS[b[at], place[at] - 1], tokens_BS[b[at], place[at]]
+                chosen_rows = rows[b[at], n[at], number]
                 logits = self.head.logits(chosen_rows, before)
-                last = streams[target.num_layers][where, place - 1]
-                with torch.no_grad():
-                    wanted = target.logits(last[:, None])[:, 0]
-                goal = Goal(wanted, None, options)
-                total = total + weights[number] * goal.loss(logits, labels, slice(None))
+                loss = goal.loss(logits, labels, row[at])
                 if self.head.config.confidence:
-                    wanted = wanted.softmax(-1)
-                    drafted = logits.float().softmax(-1)
-                    total = total + weights[number] * confidence_loss(
-                        self.head, chosen_rows, before, wanted, drafted
-                    )
-        return total / weights.sum() if total.requires_grad else rows.sum() * 0.0
+                    drafted = (logits.float() / options.temperature).softmax(-1)
+                    wanted = goal.probs(row[at])
+                    loss = loss + confidence_loss(self.head, chosen_rows, before, wanted, drafted)
+                total, weights = total + weight * loss, weights + weight
+        return total / max(weights, 1.0)
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
@@ -138,7 +152,8 @@ class BlockDrafter(Drafter):
             for anchors_N in torch.arange(1, length, device=tokens_T.device).split(_CHUNK):
                 rows = self.rows(features, tokens_T[None], anchors_N)[0]
                 before = padded[anchors_N[:, None] + steps]
-                drafted = self.head.logits(rows, before).argmax(-1)
+                logits = self.head.target_logits(self.head.logits(rows, before))
+                drafted = logits.argmax(-1)
                 right[:, anchors_N] = (drafted == padded[anchors_N[:, None] + 1 + steps]).T
         return {self.spec.kind: right}
 

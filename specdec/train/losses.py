@@ -59,8 +59,10 @@ class Goal:
         self._counts: Tensor | None = None  # float32[N], 0 where the likeliest token is missing
         if options.objective == Objective.ACCEPTANCE:
             self._log_p = kept_NU - target_NV.logsumexp(-1, keepdim=True)
+            self._inside = torch.ones_like(target_NV[:, 0])
             return
         self._log_p = kept_NU.log_softmax(-1)
+        self._inside = (kept_NU.logsumexp(-1) - target_NV.logsumexp(-1)).exp()
         if ids is not None:
             self._counts = (kept_NU.amax(-1) == target_NV.amax(-1)).float()
 
@@ -80,6 +82,10 @@ class Goal:
         if options.label_weight:
             loss = loss + options.label_weight * self._label_loss(log_q, labels_N)
         return loss
+
+    def probs(self, rows: Tensor) -> Tensor:
+        """Returns the target's probabilities of the draft vocabulary, [N, U], not renormalised."""
+        return self._log_p[rows].exp() * self._inside[rows, None]
 
     def _label_loss(self, log_q_NU: Tensor, labels_N: Tensor) -> Tensor:
         if self._ids is None:

@@ -143,7 +143,7 @@ def train(
     torch.manual_seed(shared.seed)
     made: dict[str, Callable[[], Drafter]] = {
         "eagle3": lambda: EagleDrafter(frozen, spec, output, ids, shared.seed),
-        "block": lambda: BlockDrafter(frozen, spec),
+        "block": lambda: BlockDrafter(frozen, spec, output, ids),
         "medusa": lambda: MedusaDrafter(frozen, spec, output, ids),
         "exit": lambda: ExitDrafter(frozen, spec, output, ids),
         "draft": lambda: DraftModel(frozen, spec, tokenizer),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import dispatch_model
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from specdec.models.bundled import family_path
 from specdec.models.frozen import FrozenModel
 from specdec.models.random import random_model
 from specdec.pairs import PretrainedPair
+from specdec.train.block import BlockDrafter, BlockSpec
 from specdec.train.drafter import OutputOptions
 from specdec.train.eagle import EagleDrafter, EagleSpec
 from specdec.train.losses import Goal, LossOptions, Objective
@@ -41,7 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "output": {"matrix": "shared", "vocabulary": 40},
     },
     "draft": {"layers": [0, 3]},
-    "block": {"kind": "dspark", "block": 3, "num_layers": 1},
+    "block": {
+        **{"kind": "dspark", "block": 3, "num_layers": 1},
+        "output": {"matrix": "shared", "vocabulary": 40},
+    },
 }
 DECODED = {
     "eagle3": ["source=eagle", "model.eagle_head={out}", "policy=chain", "policy.gamma=3"],
@@ -202,6 +207,38 @@ class TestLosses:
                 log_p = log_target[:, row + 1 + step]
                 parts.append((log_p.exp() * (log_p - log_q)).sum(-1))
             total = total + 0.5**step * torch.stack(parts).mean()
+        torch.testing.assert_close(whole, total / 1.75)
+
+    def test_the_loss_of_a_block_is_the_weighted_mean_of_its_drafts(self, place: Path) -> None:
+        """Against blocks of one anchor each, over a draft vocabulary; 3 drafts, every anchor."""
+        target, ids = FrozenModel(target_of(place)), torch.arange(0, VOCAB, 2)
+        spec = BlockSpec(kind="dspark", block=3, anchors=99, decay=0.5)
+        drafter = BlockDrafter(target, spec, OutputOptions(), ids)
+        head, tokens = drafter.head, torch.from_numpy(texts_of(place)[0].tokens[None, :14]).long()
+        counts = torch.ones_like(tokens, dtype=torch.bool)
+        whole = drafter.loss(target, Batch(tokens, counts, 1), LossOptions(temperature=0.7))
+        streams = target.residuals(tokens, drafter.layers)
+        p_TV = (target.logits(streams[target.num_layers])[0] / 0.7).softmax(-1)
+        context = head.context(drafter.features(target, streams), torch.arange(14))
+        losses: list[list[torch.Tensor]] = [[], [], []]
+        inside: list[list[torch.Tensor]] = [[], [], []]
+        for anchor in range(1, 13):
+            at = torch.tensor([anchor])
+            rows = head(tokens[:, at], at, context)[0, 0]
+            for number in range(min(3, 13 - anchor)):
+                place_of = anchor + number  # whose output predicts the token
+                before, row = tokens[0, place_of : place_of + 1], rows[number : number + 1]
+                logits, p = head.logits(row, before)[0], p_TV[place_of, ids]
+                log_q, log_p = (logits / 0.7).log_softmax(-1), (p / p.sum()).log()
+                if bool(p.max() == p_TV[place_of].max()):
+                    losses[number].append((log_p.exp() * (log_p - log_q)).sum())
+                share = torch.minimum(p, (logits / 0.7).softmax(-1)).sum()
+                estimate = head.confidence(row, before)[0]
+                inside[number].append(F.binary_cross_entropy(estimate, share.detach()))
+        total = sum(
+            0.5**k * (torch.stack(losses[k]).mean() + torch.stack(inside[k]).mean())
+            for k in range(3)
+        )
         torch.testing.assert_close(whole, total / 1.75)
 
 
