@@ -267,9 +267,13 @@ class Executor(_Part, ABC):
 
     @classmethod
     def build(cls, *plan_and_needs: Any, **runtime: Any) -> Executor:  # noqa: ARG003
-        """Builds the executor from the result of ``plan``; the ``Needs`` of source and verifier,
-        refused where they are not delivered; and the objects requested by name
-        (``specdec.compose.workbench.Workbench.objects``).
+        """Loads the models and returns the executor.
+
+        Args:
+            plan_and_needs: the result of ``plan``, and the ``Needs`` of source and verifier. Raises
+                ``UserError`` for a need that this executor does not provide.
+            runtime: the objects that the parameters of ``build`` name
+                (``specdec.compose.workbench.Workbench.objects``).
         """
         raise UserError(f"{cls.__name__} has no method build, which executor._target_ needs")
 

@@ -69,11 +69,15 @@ class Layout:
 
 
 def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> list[Layout]:
-    """Returns the layouts of target and draft on ``devices`` devices: tensor-parallel degrees that
-    divide them into stages, one stage, and pipelines of half, a quarter, ... of them.
+    """Returns the layouts of target and draft that are tried on ``devices`` devices.
 
-    ``staged`` and ``copies``: whether the executor has stages, or copies of the target on one
-    device each.
+    For each tensor-parallel degree d: as many stages of d devices as fit, and one stage of d
+    devices; then pipelines of one device per stage on a half, a quarter, ... of the devices.
+
+    Args:
+        own_draft: whether the draft has devices of its own.
+        staged: whether the executor has stages.
+        copies: whether it has copies of the target instead, on one device each.
     """
     found: dict[Layout, None] = {}
     for draft_degree in _DEGREES if own_draft and staged else (1,):
