@@ -156,8 +156,9 @@ class Clock(ABC):
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Accounts for work on ``num_tokens`` rows. On a wall clock the work began with ``start`` or
-        the rank's previous charge, and ends now.
+        """Accounts for work on ``num_tokens`` rows.
+
+        On a wall clock the work began with ``start`` or the rank's last charge, and ends now.
         """
 
     @abstractmethod
