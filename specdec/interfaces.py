@@ -175,8 +175,8 @@ class Events(ABC):
 
     @abstractmethod
     def next_draft(self) -> Event:
-        """Waits until a draft pass in flight ends, whatever else happens, for policies whose target
-        has nothing to do before the draft has a token.
+        """Waits for the next end of a draft pass and leaves other events for ``next``. For policies
+        whose target is idle until the draft has a token.
         """
 
 

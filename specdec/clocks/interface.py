@@ -185,8 +185,8 @@ class Clock(ABC):
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Redirects the controller's charges to ``rank`` inside the block (not on measured clocks),
-        from now, or from the end of its earlier work.
+        """Inside the block, charges of the controller count as work of ``rank``, which begins now or
+        when that rank's earlier work ends. Measured clocks ignore this.
         """
         self.align(rank, CONTROLLER)
         self._acting = rank

@@ -171,8 +171,12 @@ def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The shares of a data sheet's bandwidth and peak that passes reach, and times per layer
-    (``reduce_ms``: of the sums over devices).
+    """Constants of the time of a pass.
+
+    Attributes:
+        memory_share, flop_share: the part of the data sheet's bandwidth and peak that is reached.
+        layer_ms, eager_layer_ms: overhead per layer, with and without captured graphs.
+        reduce_ms: time per layer of the sums over devices.
     """
 
     memory_share: float = 0.75
