@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a command; ``cfg`` and ``info`` are the values of these flags, "" if absent."""
+    """Arguments of a command; ``cfg`` and ``info`` are the values of these flags, "" if absent."""
 
     overrides: tuple[str, ...]
     flags: frozenset[str] = frozenset()

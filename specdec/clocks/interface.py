@@ -185,8 +185,8 @@ class Clock(ABC):
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Inside the block, charges of the controller count as work of ``rank``, which begins now or
-        when that rank's earlier work ends. Measured clocks ignore this.
+        """Charges of the controller inside the block count as work of ``rank``, which begins now,
+        or when that rank's earlier work ends. Measured clocks ignore this.
         """
         self.align(rank, CONTROLLER)
         self._acting = rank
