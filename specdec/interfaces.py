@@ -175,8 +175,8 @@ class Events(ABC):
 
     @abstractmethod
     def next_draft(self) -> Event:
-        """Waits until a draft pass in flight ends, whatever else happens, for policies whose target
-        has nothing to do before the draft has a token.
+        """Waits for the next end of a draft pass and leaves other events for ``next``. For policies
+        whose target is idle until the draft has a token.
         """
 
 
@@ -267,9 +267,13 @@ class Executor(_Part, ABC):
 
     @classmethod
     def build(cls, *plan_and_needs: Any, **runtime: Any) -> Executor:  # noqa: ARG003
-        """Builds the executor from the result of ``plan``; the ``Needs`` of source and verifier,
-        refused where they are not delivered; and the objects requested by name
-        (``specdec.compose.workbench.Workbench.objects``).
+        """Loads the models and returns the executor.
+
+        Args:
+            plan_and_needs: the result of ``plan``, and the ``Needs`` of source and verifier. Raises
+                ``UserError`` for a need that this executor does not provide.
+            runtime: the objects that the parameters of ``build`` name
+                (``specdec.compose.workbench.Workbench.objects``).
         """
         raise UserError(f"{cls.__name__} has no method build, which executor._target_ needs")
 

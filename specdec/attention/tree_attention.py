@@ -294,8 +294,8 @@ class TreeCache:
     """Keys and values of one request in one runner, for all layers.
 
     Attributes:
-        cached_len: committed tokens in the prefix region; ``rows`` counts those that it returns,
-            which the runner's ``forward`` writes.
+        cached_len: number of committed tokens in the prefix region. ``rows`` adds those of its
+            pass before the runner's ``forward`` has written them.
         node_ids: int64[T], node ids of the tree region, in slot order.
         node_positions: int64[T], their absolute positions.
     """

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The words after a command; ``cfg`` and ``info`` are values of flags, "" if not set."""
+    """Arguments of a command; ``cfg`` and ``info`` are the values of these flags, "" if absent."""
 
     overrides: tuple[str, ...]
     flags: frozenset[str] = frozenset()

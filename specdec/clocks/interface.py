@@ -156,8 +156,9 @@ class Clock(ABC):
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Accounts for work on ``num_tokens`` rows that the rank has just done, or since its last
-        charge.
+        """Accounts for work on ``num_tokens`` rows.
+
+        On a wall clock the work began with ``start`` or the rank's last charge, and ends now.
         """
 
     @abstractmethod
@@ -184,8 +185,8 @@ class Clock(ABC):
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Redirects the controller's charges to ``rank`` inside the block (not on measured clocks),
-        from now, or from the end of its earlier work.
+        """Charges of the controller inside the block count as work of ``rank``, which begins now,
+        or when that rank's earlier work ends. Measured clocks ignore this.
         """
         self.align(rank, CONTROLLER)
         self._acting = rank

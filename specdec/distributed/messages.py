@@ -23,7 +23,8 @@ _WORD = 8
 
 
 class Kind(IntEnum):
-    """Kinds of messages, with their bodies: from rank 0, then to it within a step."""
+    """Kinds of messages, with the type of the body in parentheses. Those of ``REPLIES`` are sent to
+    rank 0 within a step, the others by rank 0."""
 
     SETUP = auto()  # opens a session (its plan)
     BEGIN = auto()  # a step's batch, to the first stage (``Entry``)

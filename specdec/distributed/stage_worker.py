@@ -92,7 +92,6 @@ class RankSession:
         self.rows = 0  # computed so far
 
     def handle(self, kind: Kind, tick: int, body: Any) -> None:
-        """Does what a message says."""
         raise NotImplementedError
 
     def report(self) -> dict[str, Any]:

@@ -61,7 +61,6 @@ class StageLayout:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the target."""
         return sum(self.devices) * self.degree
 
 

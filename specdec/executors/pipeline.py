@@ -246,8 +246,8 @@ class StepCharges:
     """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
     All stages start with the step, which ends when the slowest has finished. On the wall clock of
-    one process, charges of other ranks are predictions (paced) or ignored (measured). The devices
-    of a stage, of which a profile prices one, run one after the other (PipeDec 3.1).
+    one process, charges of other ranks are predictions (paced) or ignored (measured). A profile
+    has the cost of one device; the devices of a stage run one after the other (PipeDec 3.1).
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:

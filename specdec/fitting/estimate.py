@@ -41,8 +41,10 @@ class ModelSize(NamedTuple):
 
 
 def observe(requests: Sequence[RequestLog]) -> Observations:
-    """Turns passes into hits by position: one that accepted a of k draft tokens shows a hits, then
-    a miss if a < k; the bonus token after k, and what was accepted beyond k, is not judged.
+    """Turns passes into hits and misses by depth.
+
+    A pass that accepted a of k draft tokens has hits at depths 0 to a - 1, and a miss at depth a if
+    a < k. Depths from k on count as unknown.
     """
     hits: list[Tensor] = []
     depths: list[Tensor] = []

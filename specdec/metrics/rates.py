@@ -106,8 +106,10 @@ def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
 
 
 def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
-    """Returns (accepted draft tokens, candidates judged by the target), with hits, which are
-    accepted but whose own answer is still in flight, if trees are answered in parts.
+    """Returns the numbers of (accepted draft tokens, draft tokens that the target has judged).
+
+    If trees are answered in parts, both include the hits: tokens that are accepted although their
+    own answer is still in flight.
     """
     in_flight = 0 if totals.whole_tree else counters.hits
     return counters.accepted + in_flight, counters.verified + in_flight

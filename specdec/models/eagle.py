@@ -195,8 +195,12 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Returns the outputs of the last layer, [B, T, E].
 
-        ``tokens`` int64[B, T]; ``states`` [B, T, E], results of ``states`` or ``fed_back`` for the
-        position before each token; ``positions`` int64[B or 1, T].
+        Args:
+            tokens: int64[B, T].
+            states: [B, T, E], the state of the position before each token: of ``self.states`` if
+                the target has computed that position, else of ``fed_back``.
+            positions: int64[B or 1, T].
+            attend: attention over rotated queries, keys and values. Default: causal.
         """
         embedded = F.embedding(tokens, self.embedding)
         rotation = self.rotary(embedded, positions)

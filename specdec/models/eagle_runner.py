@@ -40,8 +40,8 @@ class HeadOutput:
 class EagleRunner:
     """Runs a copy of a head over the rows of one or more requests.
 
-    ``weight_bytes`` are those that a pass reads, including those shared with the target but not the
-    embedding's rows.
+    ``weight_bytes``: bytes of weights that a pass reads. An output matrix shared with the target
+    counts, the embedding does not.
     """
 
     def __init__(

@@ -138,7 +138,10 @@ def checked_ids(ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def spread(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Maps logits [.., U] of the tokens ``ids`` to [.., V], -inf for others; None: U is V."""
+    """Maps logits [.., U] of the tokens ``ids``, int64[U], to [.., V], with -inf for other tokens.
+
+    If ``ids`` is None, returns the logits as they are.
+    """
     if ids is None:
         return logits
     full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)

@@ -267,8 +267,8 @@ GRAPHS = ("off", "replay", "cuda", "auto")
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
-    """Replaces modules of a runner's own copy, before its first pass: that would read plain weights
-    into memory.
+    """Replaces modules of a runner's own copy of the model. Must be called before the first pass,
+    which reads the plain weights into memory.
     """
     kernels, dtype = execution.kernels, model.dtype
     if kernels not in KERNELS:

@@ -78,7 +78,8 @@ class PlanRequest:
 
     @property
     def decoding_words(self) -> list[str]:
-        """Words of a run by models; by default of a small random sample of the prompts."""
+        """Overrides of the run that records the models' acceptance. Default for the data: a small
+        random sample."""
         missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in self.words))
         return [*self.words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
 

@@ -69,11 +69,15 @@ class Layout:
 
 
 def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> list[Layout]:
-    """Returns the layouts of target and draft on ``devices`` devices: tensor-parallel degrees that
-    divide them into stages, one stage, and pipelines of half, a quarter, ... of them.
+    """Returns the layouts of target and draft that are tried on ``devices`` devices.
 
-    ``staged`` and ``copies``: whether the executor has stages, or copies of the target on one
-    device each.
+    For each tensor-parallel degree d: as many stages of d devices as fit, and one stage of d
+    devices; then pipelines of one device per stage on a half, a quarter, ... of the devices.
+
+    Args:
+        own_draft: whether the draft has devices of its own.
+        staged: whether the executor has stages.
+        copies: whether it has copies of the target instead, on one device each.
     """
     found: dict[Layout, None] = {}
     for draft_degree in _DEGREES if own_draft and staged else (1,):
@@ -167,8 +171,12 @@ def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The shares of a data sheet's bandwidth and peak that passes reach, and times per layer
-    (``reduce_ms``: of the sums over devices).
+    """Constants of the time of a pass.
+
+    Attributes:
+        memory_share, flop_share: the part of the data sheet's bandwidth and peak that is reached.
+        layer_ms, eager_layer_ms: overhead per layer, with and without captured graphs.
+        reduce_ms: time per layer of the sums over devices.
     """
 
     memory_share: float = 0.75

@@ -1,6 +1,6 @@
 """Measures the times of a stage, the output head, a draft pass, pruning and a transfer.
 
-Every repeat covers all numbers of tokens, so that a drift of the machine affects them equally.
+Each repeat measures all numbers of rows once, so a drift of the machine affects them equally.
 """
 
 import multiprocessing

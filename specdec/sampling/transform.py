@@ -112,8 +112,10 @@ class HistoryTracker:
 
 
 def top_set(values: FloatArray, num: int) -> IntArray:
-    """Returns the indices of the ``num`` largest values in increasing order; of equal values the
-    first on every machine and in every subset (unlike ``argpartition``).
+    """Returns the indices of the ``num`` largest values, sorted by index.
+
+    Of equal values it takes those of the lowest indices, on every machine; ``argpartition`` does
+    not.
     """
     if num >= len(values):
         return np.arange(len(values))
@@ -521,8 +523,10 @@ def candidates_of(
     request_id: int,
     positions: IntArray,
 ) -> Candidates:
-    """Returns candidates for W nodes of one request at ``positions``, int64[W]: sampled by
-    ``draws``, with their distribution, or the most probable tokens.
+    """Returns up to ``k`` candidates for each of W nodes of one request at ``positions``, int64[W].
+
+    They are sampled with ``draws``, and have their distribution; if that is None they are the most
+    probable tokens.
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)

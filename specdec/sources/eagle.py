@@ -40,12 +40,12 @@ class EagleSource(CachedModelSource):
     """Proposes the candidates of an EAGLE head of any version, which has its own KV cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
-    one packed pass, preceded by passes over a long prompt, and by one pass per level of ancestors
-    that other sources have proposed. A latency profile prices a pass as one of the draft model.
+    one packed pass. Before it come passes over a long prompt, and one pass per level of ancestors
+    that other sources have proposed. In a latency profile a pass costs as one of the draft model.
 
     Args:
-        untrained: kind of an untrained head, EAGLE-1 or 3; a head from disk has its own. "mtp": the
-            MTP layer inside the target.
+        untrained: version (EAGLE-1 or 3) of the random head of a pair without a trained one. "mtp":
+            the MTP layer inside the target.
         early: read hidden states as soon as their layer has computed them, instead of with the
             answers.
         sample, prefill_chunk: see ``CachedModelSource``.

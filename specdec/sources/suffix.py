@@ -179,10 +179,12 @@ class Confidence:
 
 
 class TreeMatches:
-    """The longest matches of one request's nodes in a text, which the caller extends.
+    """For the nodes of one request, the longest suffix of their path that occurs in a text.
 
-    The confidence is updated with committed tokens and may be shared with other requests. Matches
-    longer than ``max_match`` count as this length. ``root`` is the match of the committed tokens.
+    The text is that of ``automaton``: the request's own (``extend`` appends to it) or one of other
+    requests (``follow`` leaves it as it is). ``root`` is the match of the committed tokens.
+    ``confidence`` may be shared with other requests; matches longer than ``max_match`` tokens
+    count as this length, and those shorter than ``min_match`` are ignored.
     """
 
     def __init__(

@@ -61,8 +61,11 @@ def write_trace(
 def chrome_events(
     spans: Sequence[Span], fed: Mapping[int, Mapping[str, Any]], places: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """Converts spans to Chrome trace events: one thread per rank, times in microseconds. In step s,
-    stage i (from ``places``) computes the submission ``fed`` of step s - (i - 1).
+    """Converts spans to Chrome trace events: one thread per rank, times in microseconds.
+
+    Args:
+        fed: step -> what was submitted in it. Stage i computes it i - 1 steps later.
+        places: rank -> stage, from 1.
     """
     ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [

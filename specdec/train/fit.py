@@ -217,7 +217,6 @@ def _peak_bytes(target: FrozenModel) -> int:
 
 
 def memory_bytes() -> int:
-    """Returns the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
