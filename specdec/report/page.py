@@ -39,6 +39,10 @@ _SWEPT_FIGURES = {
     "speedup_wall": "speed-up over ar",
     "acceptance_length": "acceptance length (tokens per target pass)",
 }
+_SWEPT_BATCHES = {
+    "throughput_tokens_per_s": "tokens per second of all requests",
+    "tbt_ms_mean": "mean time between tokens (ms)",
+}
 _RANKED = ("lossless", "tokens/s", "vs ar", "TTFT ms", "accept len", "runtime")
 
 
@@ -214,7 +218,8 @@ def _swept_png(report: ResultsReport) -> bytes | None:
     key, others = swept[0], keys.drop(columns=swept[0]).fillna("")
     labels = [row_name(dict(values)) or "all" for _, values in others.iterrows()]
     table = pd.DataFrame([*report.rows]).assign(at=numbers[key], label=labels)
-    shown = [name for name in _SWEPT_FIGURES if name in table and table[name].notna().any()]
+    figures = _SWEPT_BATCHES if key == "batch_size" else _SWEPT_FIGURES
+    shown = [name for name in figures if name in table and table[name].notna().any()]
     figure = plots.figure_of(4.2 * len(shown), 3.8)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     strategies = [result.strategy for result in report.complete]
@@ -224,7 +229,7 @@ def _swept_png(report: ResultsReport) -> bytes | None:
         for label, own in [*table.groupby("label", sort=False)][: plots.MAX_CURVES]:
             line = own.sort_values("at")
             ax.plot(line["at"], line[name].astype(float), label=label, ms=4, **styles[label].line())
-        plots.tidy(ax, xlabel=key, ylabel=_SWEPT_FIGURES[name])
+        plots.tidy(ax, xlabel=key, ylabel=figures[name])
         ax.set_ylim(0, 1.1 * table[name].max())
         ax.locator_params(axis="x", integer=whole)
     return plots.png(

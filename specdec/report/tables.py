@@ -97,10 +97,10 @@ def _category_cell(name: str, row: Row) -> str:
     return f"{speed} ({number(figures['accept_length'])})"
 
 
-def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
+def used_columns(rows: Sequence[Row]) -> list[Column]:
     """Returns the columns with a value in at least one row; the runtimes only if they differ."""
     one_runtime = len({row.get("runtime") for row in rows}) < 2
-    used = [column for column in columns if any(column.cell(row) != NONE for row in rows)]
+    used = [column for column in COLUMNS if any(column.cell(row) != NONE for row in rows)]
     return [column for column in used if not (one_runtime and column.heading == "runtime")]
 
 
@@ -208,13 +208,9 @@ def markdown_table(
     if categories := category_columns(rows):
         lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
-    lines += ["", f"Columns: {meanings}."]
-    return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"
-
-
-def conditions_lines(conditions: Mapping[str, Any]) -> list[str]:
-    items = [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
-    return ["", "## Conditions", "", *items]
+    lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
+    lines += [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _inline(value: Any) -> str:
