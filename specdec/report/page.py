@@ -105,7 +105,6 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     drawn: dict[str, bytes | None] = {
         "prompts": _comparison(report),
         **plots.progress_pngs(results, report.conditions),
-        "trajectory": plots.trajectory_png(results, report.conditions),
         **timeline,
     }
     pictures = {name: data for name, data in drawn.items() if data is not None}
