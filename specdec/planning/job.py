@@ -219,8 +219,7 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
         keys = [key for key, value in request.model.items() if value is not None]
         plan, winner = measure_alone(models, request.chosen, keys)
     else:
-        draft = str(request.model.get("draft") or "DRAFT")
-        plan, winner = conclude(*searched(request, folder, progress), draft=draft)
+        plan, winner = conclude(*searched(request, folder, progress))
     seconds = monotonic() - began
     plan = replace(plan, overrides=request.words, search_s=seconds, folder=str(folder))
     write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))

@@ -15,7 +15,7 @@ import yaml
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
-from specdec.metrics import RequestResult, comparison_row
+from specdec.metrics import comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report import plots, tables
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
@@ -119,17 +119,6 @@ def _comparison(report: ResultsReport) -> bytes | None:
     points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in drawn]
     own = [styles[result.name] for result in drawn]
     return plots.comparison_png(report.rows, report.conditions, own, points) if drawn else None
-
-
-def text_of(
-    report: ResultsReport, prompt: int
-) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
-    outputs = [(result, output) for result in report.results for output in result.results]
-    texts = [(r, o, r.ends.get(str(prompt))) for r, o in outputs if o.id == prompt]
-    if not texts:
-        ids = sorted({output.id for _, output in outputs})
-        raise UserError(f"text={prompt}: no such prompt; there are {ids[:20]}")
-    return texts
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
