@@ -3,7 +3,6 @@
 import os
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
@@ -122,30 +121,22 @@ def _comparison(report: ResultsReport) -> bytes | None:
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the first traced run's pictures, and the trees of one or two of the same prompts."""
-    styles, tracks, size = styles_of(report.results), list[traced.Track](), 0
-    pictures: dict[str, bytes | None] = {}
-    shown: dict[str, Any] = {}
+    """Returns the pictures and the page of trees of the first traced run."""
     for result in report.results:
-        folder, name = result.folder, result.name
-        trees = read_json(folder / traced.TREES_FILE)
+        path = result.folder / traced.TREES_FILE
+        trees = read_json(path)
         if not trees or not any(request["steps"] for request in trees["requests"]):
             continue
-        if not shown:
-            shown = {"folder": folder}
-            title = f"{name}\n{fill(tables.title_of(result.conditions), 150)}"
-            if trace := read_json(folder / traced.TIMELINE_FILE):
-                kinds = traced.commit_kinds(trees)
-                pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
-            pictures["rejections"] = rejections_png(trees, title=title)
-        size += (folder / traced.TREES_FILE).stat().st_size
-        if size > _MAX_TREES_BYTES or len(tracks) == 2:
-            break
-        tracks.append(traced.Track(name, trees, styles[name].color))
-        with suppress(ValueError):  # the second decodes other prompts
-            title = " beside ".join(track.title for track in tracks)
-            shown["page"] = traced.tracks_page(tracks, title=title)
-    return pictures, shown
+        title = f"{result.name}\n{fill(tables.title_of(result.conditions), 150)}"
+        pictures: dict[str, bytes | None] = {"rejections": rejections_png(trees, title=title)}
+        if trace := read_json(result.folder / traced.TIMELINE_FILE):
+            kinds = traced.commit_kinds(trees)
+            pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
+        shown: dict[str, Any] = {"folder": result.folder}
+        if path.stat().st_size <= _MAX_TREES_BYTES:
+            shown["page"] = traced.tree_page(trees, title=result.name)
+        return pictures, shown
+    return {}, {}
 
 
 def _page(

@@ -247,16 +247,6 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         if row.get("disturbed")
     ]:
         notes.append(f"DISTURBED by other work on this machine: {', '.join(disturbed)} times.")
-    by_ends: dict[str, list[str]] = {}  # ends of the buckets of context lengths -> rows
-    for row in rows:
-        drafted: Mapping[str, float] = row.get("drafted_share_by_context") or {}
-        if len(drafted) > 1 and any(drafted.values()):
-            text = f"{row['strategy']} {', '.join(f'{value:.2f}' for value in drafted.values())}"
-            by_ends.setdefault(", ".join(drafted), []).append(text)
-    notes += [
-        f"Share of drafted tokens at contexts below {ends} tokens: {'; '.join(texts)}."
-        for ends, texts in by_ends.items()
-    ]
     others = [row for row in rows if row["strategy"] != "ar"]
     few = [r for r in others if r.get("speedup_wall_interval") and r["num_prompts"] < _FEW_PROMPTS]
     if few:
@@ -264,12 +254,6 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         notes.append(
             f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
             f" {', '.join(text.format(**row) for row in few)}."
-        )
-    if medians := [row for row in others if row.get("speedup_prompt_median_interval")]:
-        text = "{strategy} {speedup_prompt_median:.2f}x ({0:.2f}-{1:.2f}x)"
-        texts = [text.format(*row["speedup_prompt_median_interval"], **row) for row in medians]
-        notes.append(
-            f"Medians over prompts of their own `vs ar`, with 95 % intervals: {', '.join(texts)}."
         )
     loops = max((row.get("loop_share") or 0.0 for row in rows), default=0.0)
     if loops >= 0.2:

@@ -25,7 +25,7 @@ from specdec.report.origins import (
 )
 from specdec.report.page import load_report, write_leaderboard
 from specdec.report.plots import mean_emission, rate_by_position
-from specdec.report.tables import notes_of, title_of
+from specdec.report.tables import title_of
 from tests.unit.test_metrics import make_result
 from tests.unit.test_results import sweep  # noqa: F401 - a fixture
 
@@ -90,9 +90,6 @@ def test_curves_agree_with_the_times() -> None:
     at_the_border = replace(mixed, num_prompt=126)  # contexts of 126, 127 and 128 tokens
     by_context = drafted_by_context([at_the_border])
     assert by_context == {128: 0.5, 256: 1.0}
-    row = {"strategy": "x", "drafted_share_by_context": {str(k): v for k, v in by_context.items()}}
-    (note,) = notes_of([row, {"strategy": "ar", "drafted_share_by_context": {"128": 0.0}}])
-    assert note == "Share of drafted tokens at contexts below 128, 256 tokens: x 0.50, 1.00."
     assert shares([mixed]) == {-1: pytest.approx(1 / 3), 0: pytest.approx(2 / 3)}
 
 
