@@ -205,7 +205,7 @@ def _measured(
     devices, stored = chosen.devices or 1, folder / "measured.json"
     stages = max(devices - 1, 1)
     if not stored.is_file():
-        shape = {"stages": stages, "devices": devices, "length": _LENGTH}
+        shape = {"stages": stages, "devices": devices}
         write_json(stored, measured_here(models, acceptance, batches=chosen.batch, **shape))
     values = parse_json(stored.read_bytes())
     values["by_batch"] = {int(batch): costs for batch, costs in values["by_batch"].items()}
