@@ -27,6 +27,8 @@ from specdec.types import Lossless
 ROWS = {  # name of a row -> (runtime, how it drafts)
     f"{name}_{method}": (name, method) for name in RUNTIMES for method in RUNTIMES[name].methods
 }
+HELD_OUT = Path(__file__).parents[1] / "assets" / "held_out.txt"
+_nats: dict[tuple[str, ...], float] = {}  # (runtime, file, type) -> nats per byte of HELD_OUT
 
 
 @validated
@@ -109,9 +111,13 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     given: dict[str, Any] = {"draft": None, **{key: str(path) for key, path in paths.items()}}
     given |= {"method": method, "threads": threads, "options": options, **dtypes[pair.dtype]}
     opened = server.ask("open", eos=sorted(stop.eos_ids), **given)
+    quality, own = nats_per_byte(pair, server, (name, given["target"], pair.dtype))
     files = " and ".join(path.name for path in models.values())
     settings = "".join(f", {key}={value}" for key, value in strategy["options"].items())
-    caveat = f"{files} in {opened.get('quantization', pair.dtype)}, threads={threads}{settings}"
+    caveat = (
+        f"{files} in {opened.get('quantization', pair.dtype)}, threads={threads}{settings};"
+        f" {quality:.4f} nats per byte of {HELD_OUT.name}, target in {pair.dtype} {own:.4f}"
+    )
     if not runtime.dtypes:
         caveat += f". Another function than ar's: compare with {name}_generate"
     about: dict[str, Any] = {"runtime": f"{runtime.title} {opened['version']}", "caveat": caveat}
@@ -130,6 +136,25 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
     server = Endpoint(options, tokenizer=pair.tokenizer, eos_ids=stop.eos_ids)
     unknown = "the server does not say its file, quantisation, threads or quality"
     return RivalBaseline.of(cfg, pair, stop, server=server, runtime=server.version, caveat=unknown)
+
+
+def nats_per_byte(
+    pair: PretrainedPair, server: RivalProcess, runtime: tuple[str, ...]
+) -> tuple[float, float]:
+    """Returns -log p per byte of ``HELD_OUT`` by the runtime's model and by the pair's target."""
+    text = HELD_OUT.read_text(encoding="utf-8")
+    ids = pair.tokenizer(text, add_special_tokens=False)["input_ids"]
+    size = len(text.encode()) - len(pair.tokenizer.decode(ids[:1]).encode())
+    target = ("", pair.model_name("target"), pair.dtype, str(pair.options.quantization))
+    if runtime not in _nats:
+        _nats[runtime] = server.ask("score", tokens=ids)["nats"] / size
+    if target not in _nats:
+        with torch.inference_mode():
+            tokens = torch.tensor(ids, device=pair.target.device)
+            logits = pair.target(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.double(), tokens[1:], reduction="sum")
+            _nats[target] = float(loss) / size
+    return _nats[runtime], _nats[target]
 
 
 def _gguf_file(row: str, pair: PretrainedPair, key: str) -> Path:

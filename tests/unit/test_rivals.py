@@ -50,7 +50,10 @@ def generate(prompt, max_new_tokens, sampling):
     return dict(tokens=tokens, times_s=times, wall_s=3.0, rounds=3, proposed=12, accepted=3,
                 draft_passes=12)
 
-serve(open_, generate)
+def score(tokens):
+    return {{"nats": 2.0 * len(tokens)}}
+
+serve(open_, generate, score)
 """
 OPEN = {
     "target": "t",
@@ -228,11 +231,18 @@ def test_counts_agree_with_each_other(stand_in):
 
 
 def test_a_row_states_its_model(stand_in):
-    """File, type, threads and settings."""
+    """File, type, threads, settings, and the losses of both models on one text."""
     baseline = _baseline({"num_draft_tokens": 2})
     baseline.close()
-    stated = r"target and draft in float32, threads=\d+, num_draft_tokens=2"
-    assert re.fullmatch(stated, baseline.caveat)
+    tokens = len(baseline.tokenizer(rival.HELD_OUT.read_text())["input_ids"])
+    stated = re.fullmatch(
+        r"target and draft in float32, threads=\d+, num_draft_tokens=2; (\d\.\d{4}) nats per byte"
+        r" of held_out\.txt, target in float32 (\d\.\d{4})",
+        baseline.caveat,
+    )
+    size = len(rival.HELD_OUT.read_bytes())
+    assert float(stated[1]) == pytest.approx(2 * tokens / size, rel=0.01)  # of the stand-in
+    assert 0.5 < float(stated[2]) < 3.0
     assert (baseline.claims, baseline.runtime[:18]) == ("token", "ONNX Runtime GenAI")
     with pytest.raises(UserError, match=r"llamacpp_generate reads GGUF files, .*bundled:target"):
         _baseline(method="llamacpp_generate")
@@ -324,4 +334,7 @@ def test_llamacpp_decodes_a_file(smollm2):
         assert 0 < outputs[method][0].accepted <= outputs[method][0].proposed
         assert outputs[method][0].rounds < len(outputs[method][0].tokens)
     assert "SmolLM2-135M-Instruct.Q4_1.gguf in Q4_1" in baseline.caveat
+    theirs, own = map(float, re.findall(r"(\d\.\d{4})", baseline.caveat))
+    assert theirs == pytest.approx(own, rel=0.05)
+    assert theirs != own
     assert baseline.claims == "lossy"

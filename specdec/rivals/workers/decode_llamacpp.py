@@ -62,6 +62,21 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
     }
 
 
+def score(tokens: list[int]) -> dict[str, float]:
+    """Returns the negative log-likelihood of all tokens but the first, each decoded alone, with a
+    bias that makes the next token the sampled one; its log probability is that without the bias.
+    """
+    body = {"n_predict": 1, "n_probs": 1, "temperature": 0, **PLAIN, "cache_prompt": True}
+    nats = 0.0
+    for i, token in enumerate(tokens[1:], 1):
+        (answer,) = _answers({**body, "prompt": tokens[:i], "logit_bias": [[token, 1e6]]})
+        (sampled,) = answer["completion_probabilities"]
+        if sampled["id"] != token:
+            raise ValueError(f"llama.cpp sampled {sampled['id']} in spite of a bias on {token}")
+        nats -= sampled["logprob"]
+    return {"nats": nats}
+
+
 def _seconds(part: dict[str, Any]) -> float:
     return float(part["timings"]["prompt_ms"] + part["timings"]["predicted_ms"]) / 1000
 
@@ -92,4 +107,4 @@ def _lines(path: str, data: bytes | None) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(open_, generate)
+    serve(open_, generate, score)

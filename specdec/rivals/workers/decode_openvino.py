@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai as genai
-from serve import serve
+from serve import nats_of, serve
 
 STATE: dict[str, Any] = {}
 
@@ -46,6 +46,7 @@ def open_(
         extra["prompt_lookup"] = True
     pipeline = genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **extra)
     STATE.update(pipeline=pipeline, method=method, options=options, eos=eos)
+    STATE.update(file=f"{target}/openvino_model.xml", properties=properties)
     return {"version": genai.__version__}
 
 
@@ -91,6 +92,14 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
     }
 
 
+def score(tokens: list[int]) -> dict[str, float]:
+    model = openvino.Core().compile_model(STATE["file"], "CPU", STATE["properties"])
+    rows = np.arange(len(tokens))[None]
+    inputs = {"input_ids": np.array([tokens]), "attention_mask": np.ones_like(rows)}
+    inputs |= {"position_ids": rows, "beam_idx": np.zeros(1, np.int32)}
+    return nats_of(model(inputs)["logits"][0], tokens)
+
+
 class _Times(genai.StreamerBase):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -106,4 +115,4 @@ class _Times(genai.StreamerBase):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    serve(convert, open_, generate)
+    serve(convert, open_, generate, score)

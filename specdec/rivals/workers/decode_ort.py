@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime_genai as genai
-from serve import serve
+from serve import nats_of, serve
 
 STATE: dict[str, Any] = {}
 
@@ -81,5 +81,13 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
     return reply
 
 
+def score(tokens: list[int]) -> dict[str, float]:
+    parameters = genai.GeneratorParams(STATE["model"])
+    parameters.set_search_options(max_length=len(tokens) + 1)
+    generator = genai.Generator(STATE["model"], parameters)
+    generator.append_tokens(tokens)
+    return nats_of(generator.get_output("logits")[0], tokens)
+
+
 if __name__ == "__main__":
-    serve(convert, open_, generate)
+    serve(convert, open_, generate, score)

@@ -27,3 +27,12 @@ def serve(*functions: Callable[..., dict[str, Any]]) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def nats_of(logits: Any, tokens: list[int]) -> dict[str, float]:
+    import numpy as np
+
+    logits = np.asarray(logits, np.float64)[:-1]
+    top = logits.max(-1)
+    sums = top + np.log(np.exp(logits - top[:, None]).sum(-1))
+    return {"nats": float((sums - logits[np.arange(len(sums)), tokens[1:]]).sum())}
