@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specdec.config.options import Node
 from specdec.errors import UserError
@@ -13,18 +13,6 @@ from specdec.files import parse_json, write_json
 from specdec.interfaces import Logger
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
-
-if TYPE_CHECKING:
-    from specdec.report.results import RequestRecord
-
-_HISTOGRAMS = {
-    "acceptance_by_depth": "depth",
-    "drafted_share_by_context": "context",
-    "drafted_share_by_position": "position",
-    "path_lengths": "tokens_per_answer",
-}
-"""Histogram metric -> name of the curve's axis, whose values are the histogram's keys."""
-
 
 LOGGED_FILE = "logged.json"  # the ``logger`` nodes that have received the results of a folder
 
@@ -61,10 +49,9 @@ def _logger(node: Node, served: Sequence[Any]) -> Logger | None:
 class WandbLogger(Logger):
     """Logs to Weights & Biases, one wandb run per strategy.
 
-    A run has the configuration, every numeric metric in its summary, curves over prompts, depths
-    and positions, shares of drafted tokens by domain, and the folder's picture. A traced run also
-    has the reasons why draft tokens were rejected. Runs of one folder form a group; those of a
-    sweep share the sweep's group.
+    A run has the configuration, every numeric metric in its summary, and the folder's picture. A
+    traced run also has the reasons why draft tokens were rejected. Runs of one folder form a group;
+    those of a sweep share the sweep's group.
     """
 
     @validated
@@ -92,13 +79,12 @@ class WandbLogger(Logger):
             )
 
     def log(self, config: Node, row: Node, folder: Path) -> None:
-        from specdec.report.results import drafted_tokens, read_json, read_requests
+        from specdec.report.results import read_json
         from specdec.report.traces import rejection_metrics
 
         wandb = importlib.import_module("wandb")
         in_sweep = any(folder.parent.glob(".jobs-*"))
         strategy = str(config["strategy"]["name"])
-        records = [r for r in read_requests(folder / "requests.jsonl") if r.strategy == strategy]
         run = wandb.init(
             project=self._project,
             mode=self._mode,
@@ -109,42 +95,11 @@ class WandbLogger(Logger):
             dir=str(folder),
             reinit="finish_previous",
         )
-        for axis in ("prompts_done", *_HISTOGRAMS.values()):
-            run.define_metric(axis, hidden=True)
-        run.define_metric("prompt/*", step_metric="prompts_done")
-        for name, axis in _HISTOGRAMS.items():
-            run.define_metric(f"curve/{name}", step_metric=axis)
-        for point in _curves(row, records):
-            run.log(point)
-        table = drafted_tokens(records)
-        sums = table[table["domain"] != ""].groupby("domain").sum()
-        for domain, share in (sums["drafted"] / sums["tokens"]).items():
-            run.summary.update({f"domain/{domain}/drafted_share": float(share)})
         if (trees := read_json(folder / "trees.json")) is not None:
             metrics = rejection_metrics(trees)
             run.summary.update({f"rejections/{name}": value for name, value in metrics.items()})
         for name in ("run.png", "comparison.png"):
             if (folder / name).is_file():
                 run.log({name.removesuffix(".png"): wandb.Image(str(folder / name))})
-        run.summary.update(_numbers(row))
+        run.summary.update({k: v for k, v in row.items() if isinstance(v, int | float)})
         run.finish()
-
-
-def _numbers(row: Node) -> dict[str, float]:
-    return {k: v for k, v in row.items() if isinstance(v, int | float)}
-
-
-def _curves(row: Node, records: Sequence[RequestRecord]) -> Iterator[dict[str, Any]]:
-    from specdec.report.results import drafted_tokens, prompt_metrics
-
-    sums = drafted_tokens(records)[["drafted", "tokens"]].cumsum()
-    so_far = (sums["drafted"] / sums["tokens"]).tolist()
-    for done, record in enumerate(records, start=1):
-        metrics = _numbers(prompt_metrics(record.result))
-        if done <= len(so_far):
-            metrics["drafted_share_so_far"] = so_far[done - 1]
-        yield {"prompts_done": done, **{f"prompt/{k}": v for k, v in metrics.items()}}
-    for name, axis in _HISTOGRAMS.items():
-        for key, value in (row.get(name) or {}).items():
-            if value is not None:
-                yield {axis: int(key), f"curve/{name}": value}

@@ -12,9 +12,8 @@ specdec plan [--config-dir DIR] [key=value] ...
 Simulates the presets that fit the devices, over their layouts and sizes, with the measured hits of
 a draft and the times of a machine. Prints a ranking with 95 % intervals, what decides it, and the
 fastest at further batches and contexts. Writes plan.json, a preset and its profile. For a model
-without a draft it measures presets that draft from text or heads (model.eagle_head=DIR), and says
-from when on an EAGLE head would pay. An interrupted plan continues with the same command and
-output_dir.
+without a draft it measures presets that draft from text or heads (model.eagle_head=DIR). An
+interrupted plan continues with the same command and output_dir.
 
   model=law_NAME         a fitted law (specdec list models, specdec fit); model=replay with
                          model.record=F plays a record; model=hf decodes a few prompts

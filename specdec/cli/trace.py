@@ -17,7 +17,6 @@ from specdec.parts.fields import expects
 
 HELP = """\
 specdec trace RUN [steps=FROM-TO]
-specdec trace RUN OTHER_RUN
 
 Draws the trace of a run with trace=true, and prints the paths of the pictures:
 
@@ -26,17 +25,12 @@ Draws the trace of a run with trace=true, and prints the paths of the pictures:
   rejections.png  how the draft ranked the target's tokens, and why tokens were not in the tree
   trace.json      (there already) the timeline for https://ui.perfetto.dev or chrome://tracing
 
-Of two runs that decode the same prompts with the same models, it writes beside.html into the first
-run's folder: both trees on one page, aligned by the tokens emitted so far.
-
   RUN             a run folder
   steps=FROM-TO   the steps that the timeline shows; the first ones where omitted
 
 Examples
   specdec run strategy=specpipe executor.stages=8 clock=simulated trace=true output_dir=outputs/t
   specdec trace outputs/t steps=40-70
-  specdec run -m strategy=speculative,best_first trace=true output_dir=outputs/two
-  specdec trace outputs/two/strategy=speculative outputs/two/strategy=best_first
 """
 
 
@@ -46,54 +40,34 @@ class _Keys:
 
 
 def main(arguments: Arguments) -> int:
-    names, keys = read_values(arguments.overrides, _Keys, "one folder, or two", most=2)
-    folders = [Path(name).expanduser() for name in names]
+    (name,), keys = read_values(arguments.overrides, _Keys, "one folder")
+    folder = Path(name).expanduser()
     first, _, last = keys.steps.partition("-")
     steps = (int(first), int(last)) if last else None
     if steps and steps[0] > steps[1]:
         raise UserError(f"steps={keys.steps} cannot be used: write FROM-TO, as in 40-70")
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
-    if len(folders) == 2:
-        if steps:
-            raise UserError("steps= is for the timeline of one run: leave it out with two runs")
-        print(draw_beside(*folders))
-        return 0
-    for path in draw(folders[0], steps):
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
+    for path in draw(folder, steps):
         print(path)
     return 0
 
 
 def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.report.traces import rejections_png, timeline_png
-    from specdec.trace.files import TIMELINE_FILE, TREES_FILE, Track, commit_kinds, tracks_page
+    from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
-    _, title = _names(folder)
+    title = _title(folder)
     wrapped = fill(title, 150)
     with _drawing(str(folder)):
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
-        page = tracks_page([Track(title, trees)], title=title)
+        page = tree_page(trees, title=title)
         rejected = rejections_png(trees, title=wrapped)
     paths = [write_bytes(folder / "timeline.png", picture), write_text(folder / "tree.html", page)]
     if rejected is not None:
         paths.append(write_bytes(folder / "rejections.png", rejected))
     return [*paths, folder / TIMELINE_FILE]
-
-
-def draw_beside(folder: Path, other: Path) -> Path:
-    from specdec.report.styles import row_styles
-    from specdec.trace.files import TREES_FILE, Track, tracks_page
-
-    if folder == other:
-        raise UserError(f"{folder} is named twice: name two runs")
-    runs = {str(run): (*_names(run), _load(run / TREES_FILE)) for run in (folder, other)}
-    styles = row_styles({run: strategy for run, (strategy, _, _) in runs.items()})
-    tracks = [Track(title, trees, styles[run].color) for run, (_, title, trees) in runs.items()]
-    with _drawing(f"{folder} and {other}"):
-        page = tracks_page(tracks, title=" beside ".join(of[0] for of in runs.values()))
-    return write_text(folder / "beside.html", page)
 
 
 @contextmanager
@@ -141,7 +115,7 @@ def _without_trace(folder: Path) -> str:
         )
     traced = sorted(path.parent.name for path in folder.glob("*/trees.json"))
     if traced:
-        return f"{folder} is a sweep: name one of its runs, or two ({', '.join(traced[:6])})"
+        return f"{folder} is a sweep: name one of its runs ({', '.join(traced[:6])})"
     return f"{folder} has no trace: name the output_dir of a run with trace=true"
 
 
@@ -151,14 +125,13 @@ def _config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _names(folder: Path) -> tuple[str, str]:
-    """Returns a run's strategy, and a title of its pictures."""
+def _title(folder: Path) -> str:
     from specdec.report.results import SUMMARY_FILE, read_json
     from specdec.report.tables import title_of
 
     config = _config(folder)
-    strategy = str((config.get("strategy") or {}).get("name", folder.name))
+    name = str((config.get("strategy") or {}).get("name", folder.name))
     stages = (config.get("executor") or {}).get("stages")
-    name = strategy + (f", {stages} stages" if stages else "")
+    name += f", {stages} stages" if stages else ""
     conditions = (read_json(folder / SUMMARY_FILE) or {}).get("conditions")
-    return strategy, f"{name}: {title_of(conditions)}" if conditions else name
+    return f"{name}: {title_of(conditions)}" if conditions else name

@@ -37,9 +37,6 @@ class _RunKeys:
 class _CompareKeys(_RunKeys):
     strategies: list[str]
     repeats: Count
-    curve_profile: Text
-    cross_profile: Text | None
-    curve_replay: bool
 
 
 COMPARE = tuple(_CompareKeys.__annotations__)  # top-level keys that only ``specdec compare`` has

@@ -18,7 +18,7 @@ from specdec.fitting.estimate import (
     observe,
     predicted,
 )
-from specdec.fitting.model import AcceptanceModel, RankTail, class_decays, fit_tail, tail_of
+from specdec.fitting.model import AcceptanceModel, RankTail, class_decays, tail_of
 from specdec.fitting.requests import AcceptanceLog, RequestLog, with_draft_tokens
 
 _LEAST = 20  # verified draft tokens, fewer are refused
@@ -58,7 +58,6 @@ class HeldOutCheck:
 class FittedModel:
     model: AcceptanceModel
     tail: RankTail  # ranks of the target's token where the first candidate is wrong
-    tail_source: str
     covers_tree: bool = False  # a hit means that any node of a tree was right
     requests: int = 0
     draft_tokens: float = 0.0
@@ -84,7 +83,7 @@ class FittedModel:
         about = [
             f"Acceptance model by `specdec fit`: {source}",
             f"{self.requests} requests, {self.draft_tokens:.0f} draft tokens;"
-            f" ranks: {self.tail_source}",
+            f" ranks: regression over 16 rank vectors",
             *([f"licence of the data: {terms}"] if terms else []),
             *([str(self.held_out)] if self.held_out else []),
             *self.notes,
@@ -107,8 +106,8 @@ class FittedModel:
             *(f"note: {note}" for note in self.notes),
             f"fitted to {self.requests} requests, {self.draft_tokens:.0f} draft tokens: {classes}"
             f" class{'es' * (classes > 1)} of positions, {by_depth}",
-            f"hit rate of the first draft token {model.hit_rate():.3f}; ranks by"
-            f" {self.tail_source}: decay {self.tail.decay:.2f}, beyond 64 {self.tail.miss:.1%} of"
+            f"hit rate of the first draft token {model.hit_rate():.3f}; ranks by regression over 16"
+            f" rank vectors: decay {self.tail.decay:.2f}, beyond 64 {self.tail.miss:.1%} of"
             " the misses",
             *map(str, ([self.held_out] if self.held_out else []) + [*self.checks]),
             "draft tokens per pass -> tokens per pass:",
@@ -127,22 +126,12 @@ def fit_logs(
     holdout: int = 3,
     checks: Sequence[AcceptanceLog] = (),
 ) -> FittedModel:
-    """Fits a model to logs of one pair; ranks come from the log with a rank vector, if any.
+    """Fits a model to logs of one pair.
 
     One of the same size, fitted without every ``holdout``-th request, predicts these; the tokens
     per pass of further logs (``checks``) are predicted too.
     """
-    vectors = [log.vector for log in logs if log.vector is not None]
-    if len(vectors) > 1:
-        raise UserError("a fit takes one rank vector: give one file of them")
     requests = [request for log in logs for request in with_draft_tokens(log)]
-    if not requests and vectors:
-        return FittedModel(
-            model=AcceptanceModel(top1=vectors[0].shares[:1]),
-            tail=fit_tail(vectors[0]),
-            tail_source=vectors[0].name,
-            notes=("a rank vector has no positions: one hit rate for all of them",),
-        )
     if not requests:
         raise UserError("the logs have no target passes: there is nothing to fit")
     known = observe(requests).num_known
@@ -158,8 +147,7 @@ def fit_logs(
         held_out = _check(fit_model(kept, size)[0], "held-out requests", kept, held)
     return FittedModel(
         model=model,
-        tail=fit_tail(vectors[0]) if vectors else tail_of(model.hit_rate()),
-        tail_source=vectors[0].name if vectors else "regression over 16 rank vectors",
+        tail=tail_of(model.hit_rate()),
         covers_tree=covers_tree,
         requests=len(requests),
         draft_tokens=known,

@@ -6,10 +6,8 @@ wherever in the document the object is. Sources of the engines' keys: vLLM #4891
 log line). All histograms count accepted draft tokens, without the target's own.
 """
 
-import io
 import json
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
-import torch
 
 from specdec.data.files import read_text
 from specdec.errors import UserError
 from specdec.files import parse_json
-from specdec.fitting.model import RankVector, rank_vector
 from specdec.fitting.requests import (
     AcceptanceLog,
     RequestLog,
@@ -42,8 +37,7 @@ FORMATS = (
     "vLLM (acceptance_histogram, per_step_accepted, SpecDecoding lines), SGLang (spec_verify_ct,"
     " spec_accept_histogram), llama.cpp (draft_n, draft acceptance lines), lists of accepted"
     " lengths (accept_lengths, pre_num, accepted_tokens, acc_len, plain), acceptance by position"
-    " (acceptance_rate_by_position, accepted_by_pos), match sequences of 1, 0 and ?, rank vectors"
-    " (CSV with r1, r2, ...; torch file)"
+    " (acceptance_rate_by_position, accepted_by_pos), match sequences of 1, 0 and ?"
 )
 
 _MATCHES = re.compile(r"[01?]{8,}")
@@ -72,8 +66,6 @@ def read_log(path: str | Path, options: ReadOptions | None = None) -> Acceptance
     if not file.is_file():
         raise UserError(f"{str(path)!r} is not a file: name an acceptance log")
     try:
-        if (vector := _vector(file, options)) is not None:
-            return AcceptanceLog(path=str(path), vector=vector)
         requests = _chosen([*_requests(read_text(file).strip(), options)], options.method)
     except UserError as error:
         raise UserError(f"{str(path)!r}: {error}") from error
@@ -267,35 +259,3 @@ def _whole(values: Any, key: str, least: int = 0) -> IntArray:
     if not values or not all(type(v) is int and least <= v <= _MOST for v in values):
         raise UserError(f"{key} must be a list of whole numbers from {least} to {_MOST}")
     return np.array(values)
-
-
-def _vector(file: Path, options: ReadOptions) -> RankVector | None:
-    """Reads a rank vector from a torch file (its miss share is element 0, or the last if that is
-    0), a JSON list of shares, or the row ``method`` of a CSV with columns r1, r2, ...; None for
-    others.
-    """
-    if zipfile.is_zipfile(file):
-        try:
-            values = torch.load(file, map_location="cpu", weights_only=True).double().tolist()
-        except Exception as error:  # torch names no class for what a broken file raises
-            raise UserError(f"this is no torch file of one float32 vector: {error}") from error
-        shares, miss = (values[1:], values[0]) if values[0] else (values[1:-1], values[-1])
-        return rank_vector(file.name, shares, miss)
-    text = read_text(file).strip()
-    listed = _json(text)
-    if isinstance(listed, list) and listed and isinstance(listed[0], float):
-        return rank_vector(file.name, listed, 1.0 - sum(listed))
-    if not re.match(r"[^\n{\[]*\br1\b", text):
-        return None
-    table = pd.read_csv(io.StringIO(text))
-    ranks = [column for column in table if re.fullmatch(r"r\d+", column)]
-    labels = table.drop(columns=[*ranks, "miss"], errors="ignore").astype(str).agg(" ".join, axis=1)
-    fitting = table[labels.str.contains(options.method or "", regex=False)]
-    if len(fitting) != 1:
-        raise UserError(
-            f"method={options.method} fits {len(fitting)} of {len(table)} rank vectors: name one"
-            f" with method=, for example {', '.join(labels[:1])[:40]!r}"
-        )
-    shares = fitting[ranks].fillna(0.0).to_numpy(float)[0]
-    miss = fitting["miss"].iloc[0] if "miss" in fitting else 1.0 - shares.sum()
-    return rank_vector(labels[fitting.index[0]], shares, miss)

@@ -14,9 +14,8 @@ Where the first candidate is wrong, the target's token has the rank
 
     P(rank r | not first) = (1 - miss) r^-decay / Z  for 2 <= r <= 64, else no candidate (miss).
 
-``fit_tail`` measures (decay, miss) from a rank vector. If a log has accepted lengths only,
-``tail_of`` gives the values of a draft of that hit rate: regressions over 16 published rank vectors
-of drafts from 68M to 7B (docs/calibration.md has their sources).
+Logs do not have ranks: ``tail_of`` gives (decay, miss) of a draft of that hit rate, regressions
+over 16 published vectors of ranks of drafts from 68M to 7B (docs/calibration.md).
 
 Shape letters: C classes, D depths, K draft tokens per pass, R ranks.
 """
@@ -25,12 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 from scipy.sparse import csc_array
 from scipy.sparse.linalg import spsolve
 from scipy.special import expit, logit
 
-from specdec.errors import UserError
 from specdec.types import FloatArray
 
 _EDGE = 1e-12  # probabilities are kept this far from 0 and 1 in logarithms
@@ -108,43 +105,6 @@ class RankTail:
         shape = _RANKS**-self.decay
         result: FloatArray = shape * (1.0 - self.miss) / shape.sum()
         return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankVector:
-    """Measured shares of the target token's rank 1, 2, ... among the draft's candidates, and of
-    misses.
-    """
-
-    name: str
-    shares: FloatArray
-    miss: float
-
-
-def rank_vector(name: str, shares: Sequence[float] | FloatArray, miss: float) -> RankVector:
-    """Returns shares scaled to a sum of 1 with the miss share; refuses other sums than about 1."""
-    array, miss = np.asarray(shares, float), max(float(miss), 0.0)
-    total = float(array.sum()) + miss
-    if not 0.97 <= total <= 1.03 or (array < 0).any() or len(array) < 2:
-        raise UserError(
-            f"shares of ranks must be at least 0 and sum to 1 with the miss share, not {total:.3f}"
-        )
-    return RankVector(name=name, shares=array / total, miss=miss / total)
-
-
-def fit_tail(vector: RankVector) -> RankTail:
-    below = vector.shares[1 : len(_RANKS) + 1]
-    if below.sum() <= 0.0:
-        return RankTail(decay=2.0, miss=float(vector.miss > 0.0))
-    logs = np.log(_RANKS[: len(below)])
-
-    def cost(decay: float) -> float:
-        return float(decay * (below @ logs) + below.sum() * np.log(np.exp(-decay * logs).sum()))
-
-    decay = float(minimize_scalar(cost, bounds=(0.0, 4.0), method="bounded").x)
-    inside = RankTail(decay=decay, miss=0.0).shares()[: len(below)].sum()
-    found = below.sum() / (below.sum() + vector.miss) / inside
-    return RankTail(decay=decay, miss=float(1.0 - min(found, 1.0)))
 
 
 def tail_of(hit_rate: float) -> RankTail:

@@ -11,7 +11,6 @@ import numpy as np
 from scipy.optimize import brentq
 
 from specdec.errors import UserError
-from specdec.fitting.model import RankVector
 from specdec.types import FloatArray, IntArray
 
 _ADAPTIVE_START = 5  # draft tokens of the first pass of transformers' assisted generation
@@ -32,8 +31,7 @@ class RequestLog:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceLog:
     path: str
-    requests: tuple[RequestLog, ...] = ()
-    vector: RankVector | None = None
+    requests: tuple[RequestLog, ...]
 
 
 def of_passes(

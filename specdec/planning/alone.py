@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from time import monotonic
 
 from specdec.errors import UserError
-from specdec.metrics.speedup import expected_accepted
 from specdec.planning.answer import Plan, choices_of
 from specdec.planning.candidates import PLAIN, Candidate, Simulator, presets
 from specdec.planning.machines import Profiled
 from specdec.planning.measuring import ModelsHere
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
-from specdec.profiling.passes import costs_of, measure_model
 
 PRESETS_BY_KEY = {
     "target": ("suffix", "prompt_lookup"),
@@ -28,8 +26,6 @@ PRESETS_BY_KEY = {
 """Key of the model -> presets that are tried if it is set."""
 
 _LENGTH = 64  # tokens per prompt
-_CHAIN = 4  # draft tokens of the head in the estimate
-_CONTEXT, _REPEATS = 256, 5  # of passes
 
 
 def measure_alone(
@@ -61,7 +57,6 @@ def measure_alone(
         f" {min((count + 1) * turn_s, chosen.budget_s):.0f} s, at most"
         f" budget_s={chosen.budget_s:g}; Ctrl+C ends it with the results so far"
     )
-    head = _head_line(models)
     progress.phase("runs", len(tried) * count)
     shape = {"batch": batch, "count": count, "length": _LENGTH}
     units = models.decode(
@@ -97,39 +92,8 @@ def measure_alone(
         acceptance=f"measured on {done * batch} prompts",
         machine="this machine",
         measured=True,
-        decides=(head,),
         left_out=left_out,
         complete=done == count,
         notes=(*notes, *(f"{name} was not tried: {why}" for name, why in left_out.items())),
     )
     return plan, ranked[0]
-
-
-def least_rate(cost: float, gamma: int) -> float | None:
-    """Returns the least acceptance rate (in hundredths) with which chains pay; None: none does.
-
-    ``cost`` is that of a chain and its verification, in passes of one row, which more tokens must
-    repay (Leviathan et al. 2023, Theorem 3.8).
-    """
-    rates = (at / 100 for at in range(100))
-    return next((r for r in rates if 1.0 + expected_accepted(r, gamma) > cost), None)
-
-
-def _head_line(models: ModelsHere) -> str:
-    """Says from which acceptance on chains of an EAGLE head of one layer would pay."""
-    pair = models.loaded[0]
-    models.progress.phase("passes", None)
-    samples = measure_model(
-        pair, stages=1, tokens=(1, 1 + _CHAIN), repeats=_REPEATS, context=_CONTEXT, draft=False
-    )
-    costs = {kind: curve["ms"] for kind, curve in costs_of(samples).items()}
-    stage, output = costs["stage"], costs.get("head", [0.0, 0.0])
-    one = stage[0] + output[0]
-    several = (stage[1] + output[1]) / one
-    cost = several + _CHAIN * (stage[0] / pair.num_layers + output[0]) / one
-    least = least_rate(cost, _CHAIN)
-    pays = "never pay" if least is None else f"pay from an acceptance rate of {least:.2f}"
-    return (
-        f"a pass of {1 + _CHAIN} rows costs {several:.2f} passes of one row, so chains of {_CHAIN}"
-        f" from an EAGLE head of one layer would {pays} (specdec train eagle3, docs/training.md)"
-    )

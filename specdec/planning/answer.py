@@ -25,7 +25,7 @@ from specdec.planning.candidates import (
     interval,
     label,
 )
-from specdec.planning.machines import DoesNotFit, engine_flags
+from specdec.planning.machines import DoesNotFit
 from specdec.planning.search import Search
 from specdec.profiling.job import as_yaml
 from specdec.report.results import read_requests
@@ -76,10 +76,9 @@ class Plan:
     devices: int
     acceptance: str  # a description, as ``machine``
     machine: str
-    decides: tuple[str, ...]  # sentences on what the first choice depends on
+    decides: tuple[str, ...] = ()  # sentences on what the first choice depends on
     # The fastest at each further batch size and context.
     by_batch: tuple[Mapping[str, Any], ...] = ()
-    engines: Mapping[str, str] = field(default_factory=dict)  # engine -> flags for the best chain
     memory_limit_gb: float | None = None
     left_out: Mapping[str, str]  # preset -> why it was not simulated
     complete: bool  # whether the budget sufficed
@@ -102,10 +101,10 @@ class Plan:
 
 
 def conclude(
-    search: Search, acceptance: Acceptance, finalists: Sequence[Candidate], *, draft: str
+    search: Search, acceptance: Acceptance, finalists: Sequence[Candidate]
 ) -> tuple[Plan, Candidate]:
     """Returns the plan of a finished search, and its first choice; ``finalists`` include plain
-    decoding, and ``draft`` is for the flags of engines.
+    decoding.
     """
     chosen, machine = search.chosen, search.machine
     ranked = search.ranked(finalists, chosen.prompts)
@@ -128,7 +127,6 @@ def conclude(
         machine=machine.name,
         decides=tuple(_decides(search, winner, units, choices)),
         by_batch=tuple(_by_batch(search, others, plain)),
-        engines=engine_flags(search.chain_tokens, draft, chosen.drafter, winner.config),
         memory_limit_gb=machine.memory_gb,
         left_out=search.left_out,
         complete=search.complete,
@@ -309,7 +307,6 @@ def table(plan: Plan) -> str:
     texts = [f"decides: {text}" for text in plan.decides]
     row = "at batch {batch}, context {context}: {label}, {tokens_per_s:.1f} tokens/s ({gain:.2f}x)"
     texts += [row.format(**of_batch) for of_batch in plan.by_batch]
-    texts += [f"{engine}: {flags}" for engine, flags in plan.engines.items()]
     texts += [f"note: {text}" for text in plan.notes]
     wrapper = textwrap.TextWrapper(
         _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

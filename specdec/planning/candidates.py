@@ -27,7 +27,6 @@ from specdec.state import StopRules
 from specdec.types import FloatArray
 
 PLAIN = "ar"
-CHAIN = "speculative"  # a chain of draft tokens before each pass, as engines have it
 OTHER_PROGRAM = "decoding of another program, which is not simulated"
 """The reason to leave out presets that run another program instead of composing parts."""
 

@@ -206,7 +206,7 @@ def _measured(
     devices, stored = chosen.devices or 1, folder / "measured.json"
     stages = max(devices - 1, 1)
     if not stored.is_file():
-        shape = {"stages": stages, "devices": devices, "length": _LENGTH}
+        shape = {"stages": stages, "devices": devices}
         write_json(stored, measured_here(models, acceptance, batches=chosen.batch, **shape))
     values = parse_json(stored.read_bytes())
     values["by_batch"] = {int(batch): costs for batch, costs in values["by_batch"].items()}
@@ -220,8 +220,7 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
         keys = [key for key, value in request.model.items() if value is not None]
         plan, winner = measure_alone(models, request.chosen, keys)
     else:
-        draft = str(request.model.get("draft") or "DRAFT")
-        plan, winner = conclude(*searched(request, folder, progress), draft=draft)
+        plan, winner = conclude(*searched(request, folder, progress))
     seconds = monotonic() - began
     plan = replace(plan, overrides=request.words, search_s=seconds, folder=str(folder))
     write_plan(folder, plan, winner, provenance(command=sys.argv, config=request.config))

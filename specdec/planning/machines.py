@@ -13,7 +13,6 @@ GPUs (AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25,
 swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm).
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import log
@@ -27,9 +26,6 @@ from specdec.errors import UserError
 from specdec.parts.fields import Count, NotNegative, Positive, did_you_mean, errors_of, validated
 from specdec.planning.options import PlanOptions
 
-_LOOKUP_MAX = 16  # most tokens of a match, as in source=prompt_lookup
-_LOOKUP = "specdec.sources.PromptLookupSource"
-_SGLANG = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 _DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 """Numbers of rows at which a described machine is priced."""
@@ -349,34 +345,3 @@ def _described(chosen: PlanOptions, name: str, where: str, loaded: Mapping[str, 
     if machine.devices % machine.boxes:
         raise UserError(f"{where}: {machine.devices} devices are not {machine.boxes} equal boxes")
     return machine
-
-
-def engine_flags(
-    number: int | None, draft: str, drafter: str, config: Mapping[str, Any]
-) -> dict[str, str]:
-    """Returns flags of vLLM and SGLang for chains of ``number`` draft tokens; ``config``: whether
-    the first choice copies text.
-
-    Names as in vLLM's docs/features/speculative_decoding/configuration.md (9d0e0b83) and SGLang's
-    docs/advanced_features/speculative_decoding.md (067ad4d3), without its n-gram method, which
-    verifies trees of another shape.
-    """
-    if config["source"].get("_target_") == _LOOKUP and "gamma" in config["policy"]:
-        number, drafter = int(config["policy"]["gamma"]), "ngram"
-    if number is None:
-        return {}
-    if number == 0:
-        off = "no speculation: plain decoding is faster at this batch and context"
-        return {"vLLM": off, "SGLang": off}
-    vllm: dict[str, Any] = {"method": drafter}
-    vllm |= {} if drafter == "ngram" else {"model": draft}
-    vllm |= {"num_speculative_tokens": number}
-    vllm |= {"prompt_lookup_max": _LOOKUP_MAX} if drafter == "ngram" else {}
-    flags = {"vLLM": f"--speculative-config '{json.dumps(vllm)}'"}
-    if drafter in _SGLANG:
-        flags["SGLang"] = (
-            f"--speculative-algorithm {_SGLANG[drafter]} --speculative-draft-model-path {draft}"
-            f" --speculative-num-steps {number} --speculative-eagle-topk 1"
-            f" --speculative-num-draft-tokens {number + 1}"
-        )
-    return flags

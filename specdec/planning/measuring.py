@@ -1,10 +1,8 @@
-"""Measures a plan's models on this machine: passes, the controller's time, and last candidates.
+"""Measures a plan's models on this machine: passes, and the last candidates of its search.
 
 Passes are measured as ``specdec profile`` does, over the context of the record and the planned
 requests. A real step also selects nodes, packs rows, draws and judges tokens and moves cache
-entries: the measured time of short runs of a few presets and sizes (``PROBES``), minus the
-simulated time of the same, is modelled as a linear combination of passes, requests and rows, whose
-coefficients, at least 0, are added to the cost curves (``with_controller``).
+entries, which the search does not charge.
 
 After the search each of the last candidates decodes prompts of the record for real, in turns with
 the others, and the same prompts in simulation: the ratio of times per token scales its costs
@@ -21,9 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
-from specdec.clocks.profile import CostCurve
 from specdec.clocks.timed_runs import timed_run
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
@@ -33,15 +29,7 @@ from specdec.models.loading import DTYPES
 from specdec.models.onnx.support import head_size
 from specdec.pairs import HuggingFacePair
 from specdec.planning.acceptance import Acceptance
-from specdec.planning.candidates import (
-    PLAIN,
-    TIMES,
-    Candidate,
-    Simulator,
-    Times,
-    Unit,
-    clock_node,
-)
+from specdec.planning.candidates import PLAIN, TIMES, Candidate, Times, Unit
 from specdec.planning.search import Search
 from specdec.profiling.passes import costs_of, measure_model
 from specdec.report.provenance import host_memory
@@ -49,21 +37,9 @@ from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner, TokenPrompt, run_interleaved
 
-PROBES: Sequence[tuple[str, Mapping[str, Any]]] = (
-    ("ar", {}),
-    ("speculative", {"gamma": 2}),
-    ("speculative", {"gamma": 6}),
-    ("best_first", {"bs": 8, "w": 1, "d": 2}),
-    ("best_first", {}),
-    ("fixed_width", {"width": 4, "depth": 3}),
-)
-"""Presets and sizes to run: few and many rows, and few and many draft passes per target pass."""
-
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 _REPEATS = 9  # of passes
-_UNITS, _ROUNDS = 4, 3  # batches of prompts of a probe, and how often each is run
 _RUNS = 16  # runs of each last candidate, on different prompts as far as possible
-_LEAST_MS = 0.0005  # of the controller's times that are mentioned
 _STEADY = 1.1  # a note is given if plain decoding's fastest run exceeds this times the slowest
 
 
@@ -71,9 +47,8 @@ class ModelsHere:
     def __init__(self, words: Sequence[str], extra: Sequence[Path], progress: Progress) -> None:
         self.words, self.extra, self.progress = tuple(words), tuple(extra), progress
 
-    def config(self, name: str, sizes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        config = run_job_of([*self.words, f"strategy={name}"], self.extra).config
-        return {**config, "policy": {**config["policy"], **(sizes or {})}}
+    def config(self, name: str) -> dict[str, Any]:
+        return run_job_of([*self.words, f"strategy={name}"], self.extra).config
 
     @cached_property
     def loaded(self) -> tuple[HuggingFacePair, list[TokenPrompt]]:
@@ -147,14 +122,12 @@ def measured_here(
     batches: Sequence[int],
     stages: int,
     devices: int,
-    length: int,
 ) -> dict[str, Any]:
-    """Returns fields of ``Profiled``: costs by number of requests, for one stage with the
-    controller's time, and memory where it is known. ``acceptance`` must be the record of the
-    models' prompts.
+    """Returns fields of ``Profiled``: costs by number of requests, and memory where it is known.
+    ``acceptance`` must be the record of the models' prompts.
     """
     pair, progress = models.loaded[0], models.progress
-    notes, by_batch = [], {}
+    by_batch = {}
     for batch in batches:
         progress.phase(f"measuring passes of {batch} request{'s' * (batch > 1)}", None)
         samples = measure_model(
@@ -167,12 +140,8 @@ def measured_here(
             transfer=stages > 1,
             on_repeat=lambda kind: progress.advance(detail=kind),
         )
-        costs, note = costs_of(samples), "measured here"
-        if stages == 1:
-            costs, note = with_controller(costs, models, acceptance, batch=batch, length=length)
-        by_batch[batch] = costs
-        notes.append(note)
-    fields = {"by_batch": by_batch, "note": notes[0]}
+        by_batch[batch] = costs_of(samples)
+    fields = {"by_batch": by_batch, "note": "measured here"}
     on_gpu = torch.device(pair.device).type == "cuda"
     memory = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
     if memory is None:
@@ -187,50 +156,6 @@ def measured_here(
         "kv_kb": pair.num_layers * layer_bytes / 1e3,
         "memory_gb": round(memory / (1 if on_gpu else devices) / 1e9, 1),  # of a process, on a CPU
     }
-
-
-def with_controller(
-    costs: Mapping[str, Any], models: ModelsHere, acceptance: Acceptance, *, batch: int, length: int
-) -> tuple[dict[str, Any], str]:
-    configs = [models.config(name, sizes) for name, sizes in PROBES]
-    count = min(_UNITS, max(acceptance.requests // batch, 1))
-    shape = {"count": count, "length": length}
-    models.progress.phase("measuring the controller", len(configs) * count * _ROUNDS)
-    real = models.decode(
-        configs, batch=batch, **shape, rounds=_ROUNDS, on_turn=models.progress.advance
-    )
-    simulator = Simulator(acceptance.pair, prompts=acceptance.requests)
-
-    def total_s(units: Sequence[Unit]) -> float:
-        return sum(unit.seconds if batch == 1 else unit.clock_s for unit in units)
-
-    def simulated(priced: Mapping[str, Any]) -> np.ndarray:
-        under = {"batch_size": batch, "clock": clock_node("measured", priced)}
-        made = (Candidate(name="", config={**config, **under}) for config in configs)
-        return np.array([total_s(simulator.units(candidate, **shape)) for candidate in made])
-
-    # Costs of 1 ms per pass, request or row; a request has at least one row.
-    curves = {"pass": {"tokens": [1], "ms": [1.0]}}
-    if batch > 1:
-        shared = [1.0, float(batch), float(batch)]
-        curves["request"] = {"tokens": [1, batch, batch + 1], "ms": shared}
-    curves["row"] = {"tokens": [1, 2], "ms": [1.0, 2.0]}
-    bases = [(kind, what) for kind in ("stage", "draft") if kind in costs for what in curves]
-    counts = np.stack([simulated({kind: curves[what]}) for kind, what in bases], axis=1)
-    measured = np.array([total_s(units) for units in real])
-    # The relative errors of the runs are minimised.
-    added, _ = nnls(counts / measured[:, None], (measured - simulated(costs)) / measured)
-    changed, times = {kind: dict(curve) for kind, curve in costs.items()}, []
-    for (kind, what), ms in zip(bases, added.tolist(), strict=True):
-        shape_of, curve = CostCurve.of(curves[what]), changed[kind]
-        points = zip(curve["tokens"], curve["ms"], strict=True)
-        curve["ms"] = [known + ms * shape_of(rows) for rows, known in points]
-        if ms >= _LEAST_MS:
-            name = "target" if kind == "stage" else kind
-            times.append(f"{ms:.3f} ms of the controller per {name} {what}")
-    time = ", ".join(times) or "no further time of the controller"
-    probes = ", ".join(dict.fromkeys(name for name, _ in PROBES))
-    return changed, f"measured here; with {time}, from runs of {probes}"
 
 
 def calibrated(

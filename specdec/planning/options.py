@@ -50,10 +50,6 @@ class PlanOptions:
     acceptance: Annotated[Text | None, "the log of an engine, in place of a law"] = None
     method: Annotated[Text | None, "of the log, as for fit"] = None
     draft_tokens: Annotated[Count | None, "likewise"] = None
-    drafter: Annotated[
-        Literal["draft_model", "eagle", "eagle3", "ngram"],
-        "what the law or log is of, for the flags of engines (eagle, eagle3, ngram)",
-    ] = "draft_model"
     strategies: Annotated[tuple[Text, ...], "[A,B]: presets to try"] = ()
     prompts: Annotated[int, Field(ge=4, le=1000), "of the last round"] = 24
     budget_s: Annotated[Positive, "seconds in all, measuring included"] = 120.0

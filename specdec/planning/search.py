@@ -13,7 +13,6 @@ from time import monotonic
 
 from specdec.errors import UserError
 from specdec.planning.candidates import (
-    CHAIN,
     PLAIN,
     SIZES,
     Candidate,
@@ -93,17 +92,6 @@ class Search:
         for prompts, kept in _ROUNDS:
             left = self._round(left, prompts or self.simulator.num_prompts, kept)
         return [*left, plain]
-
-    @property
-    def chain_tokens(self) -> int | None:
-        """Draft tokens of the fastest chain of ``CHAIN``; 0 if plain decoding is faster, None if no
-        chain was tried.
-        """
-        if CHAIN not in self._tried:
-            return None
-        tried = self._tried[CHAIN]
-        gamma = int(_fastest(tried)[0].config["policy"]["gamma"])
-        return gamma if _best_s(tried) < _best_s(self._tried[PLAIN]) else 0
 
     def so_far(self) -> str:
         """Says what the first round has found, for a search that is interrupted."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
-from rich.text import Text
 
 from specdec.files import write_json
 from specdec.metrics.results import RequestResult
@@ -18,7 +17,6 @@ from specdec.report.results import ENDS_FILE
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
 
-_TERMINAL = ("blue", "yellow", "green", "magenta", "cyan", "bright_black")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 
 
@@ -93,14 +91,6 @@ def _name(node: Mapping[str, Any]) -> str:
 def shares(results: Iterable[RequestResult]) -> dict[int, float]:
     counts = Counter(origin for result in results for origin in result.origins)
     return {origin: counts[origin] / counts.total() for origin in sorted(counts)}
-
-
-def terminal_text(result: RequestResult, ends: Sequence[int] | None) -> Text:
-    return Text.assemble(*((p.text, terminal_style(p.origin)) for p in pieces(result, ends)))
-
-
-def terminal_style(origin: int) -> str:
-    return "" if origin < 0 else f"black on {_TERMINAL[origin % len(_TERMINAL)]}"
 
 
 def html_text(result: RequestResult, ends: Sequence[int] | None) -> Markup:

@@ -3,7 +3,6 @@
 import os
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
@@ -15,7 +14,7 @@ import yaml
 
 from specdec.errors import UserError
 from specdec.files import write_bytes, write_text
-from specdec.metrics import RequestResult, comparison_row
+from specdec.metrics import comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report import plots, tables
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
@@ -38,6 +37,10 @@ _SWEPT_FIGURES = {
     "tokens_per_s": "tokens per second (decoding)",
     "speedup_wall": "speed-up over ar",
     "acceptance_length": "acceptance length (tokens per target pass)",
+}
+_SWEPT_BATCHES = {
+    "throughput_tokens_per_s": "tokens per second of all requests",
+    "tbt_ms_mean": "mean time between tokens (ms)",
 }
 _RANKED = ("lossless", "tokens/s", "vs ar", "TTFT ms", "accept len", "runtime")
 
@@ -101,7 +104,6 @@ def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     drawn: dict[str, bytes | None] = {
         "prompts": _comparison(report),
         **plots.progress_pngs(results, report.conditions),
-        "trajectory": plots.trajectory_png(results, report.conditions),
         **timeline,
     }
     pictures = {name: data for name, data in drawn.items() if data is not None}
@@ -118,42 +120,23 @@ def _comparison(report: ResultsReport) -> bytes | None:
     return plots.comparison_png(report.rows, report.conditions, own, points) if drawn else None
 
 
-def text_of(
-    report: ResultsReport, prompt: int
-) -> list[tuple[Result, RequestResult, Sequence[int] | None]]:
-    outputs = [(result, output) for result in report.results for output in result.results]
-    texts = [(r, o, r.ends.get(str(prompt))) for r, o in outputs if o.id == prompt]
-    if not texts:
-        ids = sorted({output.id for _, output in outputs})
-        raise UserError(f"text={prompt}: no such prompt; there are {ids[:20]}")
-    return texts
-
-
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the first traced run's pictures, and the trees of one or two of the same prompts."""
-    styles, tracks, size = styles_of(report.results), list[traced.Track](), 0
-    pictures: dict[str, bytes | None] = {}
-    shown: dict[str, Any] = {}
+    """Returns the pictures and the page of trees of the first traced run."""
     for result in report.results:
-        folder, name = result.folder, result.name
-        trees = read_json(folder / traced.TREES_FILE)
+        path = result.folder / traced.TREES_FILE
+        trees = read_json(path)
         if not trees or not any(request["steps"] for request in trees["requests"]):
             continue
-        if not shown:
-            shown = {"folder": folder}
-            title = f"{name}\n{fill(tables.title_of(result.conditions), 150)}"
-            if trace := read_json(folder / traced.TIMELINE_FILE):
-                kinds = traced.commit_kinds(trees)
-                pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
-            pictures["rejections"] = rejections_png(trees, title=title)
-        size += (folder / traced.TREES_FILE).stat().st_size
-        if size > _MAX_TREES_BYTES or len(tracks) == 2:
-            break
-        tracks.append(traced.Track(name, trees, styles[name].color))
-        with suppress(ValueError):  # the second decodes other prompts
-            title = " beside ".join(track.title for track in tracks)
-            shown["page"] = traced.tracks_page(tracks, title=title)
-    return pictures, shown
+        title = f"{result.name}\n{fill(tables.title_of(result.conditions), 150)}"
+        pictures: dict[str, bytes | None] = {"rejections": rejections_png(trees, title=title)}
+        if trace := read_json(result.folder / traced.TIMELINE_FILE):
+            kinds = traced.commit_kinds(trees)
+            pictures["timeline"] = timeline_png(trace, commits=kinds, title=title)
+        shown: dict[str, Any] = {"folder": result.folder}
+        if path.stat().st_size <= _MAX_TREES_BYTES:
+            shown["page"] = traced.tree_page(trees, title=result.name)
+        return pictures, shown
+    return {}, {}
 
 
 def _page(
@@ -214,7 +197,8 @@ def _swept_png(report: ResultsReport) -> bytes | None:
     key, others = swept[0], keys.drop(columns=swept[0]).fillna("")
     labels = [row_name(dict(values)) or "all" for _, values in others.iterrows()]
     table = pd.DataFrame([*report.rows]).assign(at=numbers[key], label=labels)
-    shown = [name for name in _SWEPT_FIGURES if name in table and table[name].notna().any()]
+    figures = _SWEPT_BATCHES if key == "batch_size" else _SWEPT_FIGURES
+    shown = [name for name in figures if name in table and table[name].notna().any()]
     figure = plots.figure_of(4.2 * len(shown), 3.8)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     strategies = [result.strategy for result in report.complete]
@@ -224,7 +208,7 @@ def _swept_png(report: ResultsReport) -> bytes | None:
         for label, own in [*table.groupby("label", sort=False)][: plots.MAX_CURVES]:
             line = own.sort_values("at")
             ax.plot(line["at"], line[name].astype(float), label=label, ms=4, **styles[label].line())
-        plots.tidy(ax, xlabel=key, ylabel=_SWEPT_FIGURES[name])
+        plots.tidy(ax, xlabel=key, ylabel=figures[name])
         ax.set_ylim(0, 1.1 * table[name].max())
         ax.locator_params(axis="x", integer=whole)
     return plots.png(

@@ -12,7 +12,7 @@ import pandas as pd
 
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
 from specdec.metrics.times import all_gaps, decode_phase
-from specdec.report.results import Result, drafted_tokens, styles_of
+from specdec.report.results import Result, styles_of
 from specdec.report.styles import Style
 from specdec.report.tables import NONE, Row, is_lossy, lossless_label, percent, shown_rows, title_of
 from specdec.types import FloatArray
@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from specdec.metrics.results import RequestResult
 
 BAD = "#b00020"
-_DRAFTED = "share of tokens that a source proposed"
 _RATE_TOKENS = 16  # tokens per point of a rate
 _FEW_JUDGED = 20  # depths with fewer judged candidates are drawn hollow
 MAX_CURVES = 20  # more could not be distinguished
-_MAX_DOMAINS = 16
-_FEWEST_PROMPTS = 4  # of a plot over prompts
 
 
 def comparison_png(
@@ -139,7 +136,7 @@ def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
     depth.locator_params(axis="x", integer=True)
     label, limits = "depth below the root (draft tokens)", (0, 1.02)
     tidy(depth, xlabel=label, ylabel="accepted / judged", ylim=limits)
-    _by_position(position, POSITION_BUCKET, _DRAFTED, limits)
+    _by_position(position, POSITION_BUCKET, "share of tokens that a source proposed", limits)
 
 
 def _throughput(time: Axes, rate: Axes, results: Sequence[Result]) -> None:
@@ -152,36 +149,6 @@ def _throughput(time: Axes, rate: Axes, results: Sequence[Result]) -> None:
             rate.plot(positions, speeds, **style)
     tidy(time, xlabel="seconds since admission", ylabel="tokens emitted (mean over prompts)")
     _by_position(rate, _RATE_TOKENS, "tokens per second", (0, None))
-
-
-def trajectory_png(results: Sequence[Result], conditions: Mapping[str, Any]) -> bytes | None:
-    """Plots shares of drafted tokens by prompt and domain; None with few prompts or no drafts."""
-    drawn = [(drafted_tokens(r.records), style) for r, style in _drawn(results, plain=False)]
-    if max((len(table) for table, _ in drawn), default=0) < _FEWEST_PROMPTS:
-        return None
-    tables = pd.concat({style["label"]: table for table, style in drawn}, names=["name"])
-    sums = tables[tables["domain"] != ""].groupby(["domain", "name"], sort=False).sum()
-    shares = (sums["drafted"] / sums["tokens"]).unstack(sort=False)  # [domain, strategy or job]
-    panels = 2 if 1 < len(shares) <= _MAX_DOMAINS else 1
-    figure = figure_of(11.0, 4.0)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for table, style in drawn:
-        at, own = range(1, len(table) + 1), {k: style[k] for k in ("color", "marker")}
-        axes[0].scatter(at, table["drafted"] / table["tokens"], s=10, alpha=0.45, lw=0, **own)
-        so_far = table["drafted"].cumsum() / table["tokens"].cumsum()
-        axes[0].plot(at, so_far, **{**style, "lw": 1.5, "marker": ""})
-    axes[0].locator_params(axis="x", integer=True)
-    tidy(axes[0], xlabel="prompts finished", ylabel=_DRAFTED, ylim=(0, 1.02))
-    if panels == 2:
-        high, styles, places = 0.8 / shares.shape[1], styles_of(results), np.arange(len(shares))
-        for i, name in enumerate(shares):
-            offset = (i - (shares.shape[1] - 1) / 2) * high
-            axes[1].barh(places + offset, shares[name], 0.92 * high, **styles[str(name)].bar())
-        axes[1].set_yticks(places, [str(name).replace("$", r"\$") for name in shares.index])
-        axes[1].set_ylim(len(shares) - 0.5, -0.5)
-        tidy(axes[1], xlabel=_DRAFTED, xlim=(0, 1.02), title="by category or data set")
-    title = "Acceptance over the run: dots are prompts, lines all prompts so far"
-    return png(figure, title, conditions, legend=axes[:1])
 
 
 def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:

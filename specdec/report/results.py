@@ -18,7 +18,6 @@ from specdec.files import parse_json, parse_yaml, plain
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
-from specdec.report.spec_bench import task_of
 from specdec.report.styles import Style, row_styles
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
@@ -280,20 +279,6 @@ def prompt_metrics(result: RequestResult) -> dict[str, Any]:
         **{name: getattr(c, name) for name in _COUNTS},
         "text": result.text,
     }
-
-
-def drafted_tokens(records: Iterable[RequestRecord]) -> DataFrame:
-    """Returns ``domain`` (category, task or data set), ``tokens``, ``drafted`` of each prompt."""
-    rows = [
-        (
-            task_of(record.category) or record.prompt.rpartition("/")[0],
-            len(record.result.origins),
-            sum(origin >= 0 for origin in record.result.origins),
-        )
-        for record in records
-        if record.repeat == 0 and record.result.origins
-    ]
-    return DataFrame(rows, columns=["domain", "tokens", "drafted"])
 
 
 def _read_folder(folder: Path, name: str) -> list[Result]:

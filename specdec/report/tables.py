@@ -97,10 +97,10 @@ def _category_cell(name: str, row: Row) -> str:
     return f"{speed} ({number(figures['accept_length'])})"
 
 
-def used_columns(rows: Sequence[Row], columns: Sequence[Column] = COLUMNS) -> list[Column]:
+def used_columns(rows: Sequence[Row]) -> list[Column]:
     """Returns the columns with a value in at least one row; the runtimes only if they differ."""
     one_runtime = len({row.get("runtime") for row in rows}) < 2
-    used = [column for column in columns if any(column.cell(row) != NONE for row in rows)]
+    used = [column for column in COLUMNS if any(column.cell(row) != NONE for row in rows)]
     return [column for column in used if not (one_runtime and column.heading == "runtime")]
 
 
@@ -208,13 +208,9 @@ def markdown_table(
     if categories := category_columns(rows):
         lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]
     meanings = "; ".join(f"{c.heading}: {c.about}" for c in columns if c.about)
-    lines += ["", f"Columns: {meanings}."]
-    return "\n".join([*lines, *conditions_lines(conditions)]) + "\n"
-
-
-def conditions_lines(conditions: Mapping[str, Any]) -> list[str]:
-    items = [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
-    return ["", "## Conditions", "", *items]
+    lines += ["", f"Columns: {meanings}.", "", "## Conditions", ""]
+    lines += [f"- {key}: {_inline(value)}" for key, value in conditions.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _inline(value: Any) -> str:
@@ -251,16 +247,6 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         if row.get("disturbed")
     ]:
         notes.append(f"DISTURBED by other work on this machine: {', '.join(disturbed)} times.")
-    by_ends: dict[str, list[str]] = {}  # ends of the buckets of context lengths -> rows
-    for row in rows:
-        drafted: Mapping[str, float] = row.get("drafted_share_by_context") or {}
-        if len(drafted) > 1 and any(drafted.values()):
-            text = f"{row['strategy']} {', '.join(f'{value:.2f}' for value in drafted.values())}"
-            by_ends.setdefault(", ".join(drafted), []).append(text)
-    notes += [
-        f"Share of drafted tokens at contexts below {ends} tokens: {'; '.join(texts)}."
-        for ends, texts in by_ends.items()
-    ]
     others = [row for row in rows if row["strategy"] != "ar"]
     few = [r for r in others if r.get("speedup_wall_interval") and r["num_prompts"] < _FEW_PROMPTS]
     if few:
@@ -268,12 +254,6 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         notes.append(
             f"Only {few[0]['num_prompts']} prompts. 95 % intervals of `vs ar` over prompts:"
             f" {', '.join(text.format(**row) for row in few)}."
-        )
-    if medians := [row for row in others if row.get("speedup_prompt_median_interval")]:
-        text = "{strategy} {speedup_prompt_median:.2f}x ({0:.2f}-{1:.2f}x)"
-        texts = [text.format(*row["speedup_prompt_median_interval"], **row) for row in medians]
-        notes.append(
-            f"Medians over prompts of their own `vs ar`, with 95 % intervals: {', '.join(texts)}."
         )
     loops = max((row.get("loop_share") or 0.0 for row in rows), default=0.0)
     if loops >= 0.2:

@@ -26,7 +26,7 @@ from specdec.metrics.counters import SourceCounters
 from specdec.models.runner import NO_ROWS, ModelRunner
 from specdec.parts.fields import Count, Positive, validated
 from specdec.sampling.keyed_draws import Purpose
-from specdec.sampling.transform import SamplingParams, SamplingTransform, counts_of, top_candidates
+from specdec.sampling.transform import SamplingParams, SamplingTransform, top_candidates
 from specdec.sources.sampled import sampled_candidates
 from specdec.state import DecodeState, RequestState, tree_rows
 from specdec.types import (
@@ -306,10 +306,6 @@ class CachedModelSource(ModelSource):
 FAR_SHARE = 0.05
 """Weight of the draft's own probability in the scores, which does not depend on u."""
 
-_BINS = 10
-_PRIOR_TRIALS = 4.0
-_ALMOST_ONE = 1.0 - 1e-9
-
 
 def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
     """Returns float64[W]: the draws with which the target selects the tokens after W nodes."""
@@ -364,76 +360,6 @@ def near_draw(
     )
 
 
-class DrawGuesser:
-    """Places the draft's token at the target's draw first, with its measured hit probability.
-
-    This probability is the running agreement between guess and committed token, in ten bins by the
-    draft's probability of the guess; each bin starts with four trials at (1 + bin centre) / 2. The
-    other candidates share the remaining probability in proportion, capped so that the guess stays
-    first.
-
-    Attributes:
-        trials: int64[10], number of guesses whose position was decided.
-        hits: int64[10], number of guesses that were right.
-    """
-
-    def __init__(self) -> None:
-        self.trials = np.zeros(_BINS, np.int64)
-        self.hits = np.zeros(_BINS, np.int64)
-        self._prior = (1.0 + (np.arange(_BINS) + 0.5) / _BINS) / 2.0
-        self._guesses: NodeMap[tuple[int, int]] = NodeMap()  # node -> (token, bin)
-
-    def agreement(self) -> FloatArray:
-        """Returns float64[10]: estimated probability that a guess is right, by bin."""
-        return (self.hits + _PRIOR_TRIALS * self._prior) / (self.trials + _PRIOR_TRIALS)
-
-    def rank(
-        self,
-        state: DecodeState,
-        nodes: Nodes,
-        transform: SamplingTransform,
-        logits: Tensor,
-        histories: Sequence[IntArray] | None,
-        tokens: IntArray,
-        logprobs: FloatArray,
-    ) -> tuple[IntArray, FloatArray]:
-        """Moves the guess to column 0 of ``tokens`` and ``logprobs``, [W, K], best first."""
-        guess = transform.sample(logits, target_draws(state, nodes), histories)
-        same = tokens == guess[:, None]
-        prob = np.minimum(np.exp(np.where(same, logprobs, -np.inf)).sum(axis=1), _ALMOST_ONE)
-        bins = (prob * _BINS).astype(np.int64)
-        for request_id, ids, rows in nodes.packed():
-            pairs = zip(guess[rows].tolist(), bins[rows].tolist(), strict=True)
-            self._guesses.update(request_id, ids, pairs)
-        agreed = np.minimum(self.agreement()[bins], _ALMOST_ONE)
-        first = np.log(agreed)[:, None]
-        others = logprobs + (np.log1p(-agreed) - np.log1p(-prob))[:, None]
-        line = np.concatenate([guess[:, None], tokens], axis=1)
-        scores = np.concatenate([first, np.minimum(others, first)], axis=1)
-        duplicate = np.concatenate([np.zeros_like(same[:, :1]), same], axis=1)
-        order = np.argsort(duplicate, axis=1, kind="stable")[:, : tokens.shape[1]]
-        return np.take_along_axis(line, order, axis=1), np.take_along_axis(scores, order, axis=1)
-
-    def open(self, request_id: int) -> None:
-        self._guesses.open(request_id)
-
-    def commit(self, commits: Sequence[Commit]) -> None:
-        for commit in commits:
-            if commit.request not in self._guesses:
-                continue
-            guesses = self._guesses[commit.request]
-            for node_id, token in zip(commit.retired_ids.tolist(), commit.new_tokens, strict=True):
-                if node_id in guesses:
-                    guess, bin_index = guesses.pop(node_id)
-                    self.trials[bin_index] += 1
-                    self.hits[bin_index] += guess == token
-        self._guesses.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        """Drops the request's guesses; the counts remain."""
-        self._guesses.close(request_id)
-
-
 class DraftModelSource(CachedModelSource):
     """Proposes the most probable, or sampled, next tokens of a draft or middle model.
 
@@ -446,7 +372,7 @@ class DraftModelSource(CachedModelSource):
         guess_draw: rank candidates by the draw with which the target will select its token (Staged
             Speculative Decoding, future work 1). Lossless under ``match``.
         guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
-            (``near_draw``); None: ``DrawGuesser``.
+            (``near_draw``).
     """
 
     @validated
@@ -457,7 +383,7 @@ class DraftModelSource(CachedModelSource):
         model: Literal["draft", "middle"] = "draft",
         sample: bool = False,
         guess_draw: bool = False,
-        guess_spread: Positive | None = 0.2,
+        guess_spread: Positive = 0.2,
         prefill_chunk: Count = 512,
     ) -> None:
         if sample and guess_draw:
@@ -476,23 +402,7 @@ class DraftModelSource(CachedModelSource):
             work=Work(model),
         )
         self.model = model
-        self.guesser = DrawGuesser() if guess_draw and guess_spread is None else None
         self._spread = guess_spread if guess_draw else None
-
-    def open(self, request: RequestState) -> None:
-        super().open(request)
-        if self.guesser is not None:
-            self.guesser.open(request.id)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        super().commit(commits, output)
-        if self.guesser is not None:
-            self.guesser.commit(commits)
-
-    def close(self, request_id: int) -> None:
-        super().close(request_id)
-        if self.guesser is not None:
-            self.guesser.close(request_id)
 
     def _propose(
         self,
@@ -506,11 +416,4 @@ class DraftModelSource(CachedModelSource):
         if self._spread is not None and not transform.params.greedy:
             draws = target_draws(state, nodes)
             return near_draw(transform, logits, histories, draws, k, spread=self._spread)
-        candidates = super()._propose(state, nodes, logits, transform, histories, k)
-        if self.guesser is None or transform.params.greedy:
-            return candidates
-        tokens, logprobs = self.guesser.rank(
-            state, nodes, transform, logits, histories, candidates.tokens, candidates.logprobs
-        )
-        counts = counts_of(transform, logprobs)
-        return replace(candidates, tokens=tokens, logprobs=logprobs, counts=counts)
+        return super()._propose(state, nodes, logits, transform, histories, k)

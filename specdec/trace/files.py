@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +108,6 @@ def _event(
     return head | {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": args}
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
-    title: str  # one line
-    trees: Mapping[str, Any]  # content of ``trees.json``
-    color: str = "#555555"  # of the strategy, as "#rrggbb"
-
-
 def html_template(package: str, name: str) -> Template:
     environment = Environment(
         loader=PackageLoader(package, "."),
@@ -128,36 +120,16 @@ def html_template(package: str, name: str) -> Template:
     return environment.get_template(name)
 
 
-def tracks_page(tracks: Sequence[Track], *, title: str) -> str:
-    """Renders each step's tree as one page; steps are aligned by the number of tokens before them.
+def tree_page(trees: Mapping[str, Any], *, title: str) -> str:
+    """Renders each step's tree of ``trees.json`` as one page.
 
-    KeyError: trees of another format. ValueError: no prompt has recorded steps in all, or one
-    differs in length.
+    KeyError: trees of another format. ValueError: no step is recorded.
     """
-    prompts = [
-        {r["id"]: r.get("prefix_len") for r in track.trees["requests"] if r["steps"]}
-        for track in tracks
-    ]
-    common = set(prompts[0]).intersection(*prompts[1:])
-    if not common:
-        if len(tracks) == 1:
-            raise ValueError("no step is on record: the run had no prompts left to decode")
-        raise ValueError("the runs have no prompt in common whose steps are on record")
-    for prompt in sorted(common, key=str):
-        lengths = [own[prompt] for own in prompts]
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                f"prompt {prompt} has {' and '.join(map(str, lengths))} tokens: run both on the"
-                " same data with the same models"
-            )
-    keys = ("clock", "latency", "truncated", "requests")
-    data = {
-        "text": {token: word for track in tracks for token, word in track.trees["text"].items()},
-        "tracks": [{"title": t.title, **{key: t.trees[key] for key in keys}} for t in tracks],
-    }
+    if not any(request["steps"] for request in trees["requests"]):
+        raise ValueError("no step is on record: the run had no prompts left to decode")
+    data = {key: trees[key] for key in ("text", "clock", "latency", "truncated", "requests")}
     # The filter ``tojson`` escapes <, >, & and ': a token cannot end the script.
-    template = html_template("specdec.trace", "tree_page.html")
-    return template.render(title=title, data=data, colors=[track.color for track in tracks])
+    return html_template("specdec.trace", "tree_page.html").render(title=title, data=data)
 
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:

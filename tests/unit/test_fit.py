@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from specdec.cli.main import main
@@ -191,29 +190,6 @@ def test_formats(form: str, tmp_path: Path) -> None:
     assert counted == pytest.approx(passes, rel=0.01)
     assert measured(requests)[0] == pytest.approx(1 + accepted / passes, rel=0.01)
     assert max(int(request.drafted.max()) for request in requests) == draft_tokens
-
-
-VECTOR = [0.6, 0.2, 0.1]
-VECTORS = {
-    "list": json.dumps(VECTOR),
-    "csv": f"file,miss,r1,r2,r3\nother,0.5,0.5,,\nmine,0.1,{VECTOR[0]},{VECTOR[1]},{VECTOR[2]}\n",
-    "torch": [0.1, *VECTOR],
-    "torch, miss last": [0.0, *VECTOR, 0.1],
-}
-
-
-@pytest.mark.parametrize("form", VECTORS)
-def test_rank_vectors(form: str, tmp_path: Path) -> None:
-    path, content = tmp_path / "vector", VECTORS[form]
-    if isinstance(content, str):
-        path.write_text(content)
-    else:
-        torch.save(torch.tensor(content), path)
-    vector = read_log(path, ReadOptions(method="mine")).vector
-    assert vector is not None
-    assert vector.shares == pytest.approx(VECTOR, abs=1e-6)
-    assert vector.miss == pytest.approx(0.1, abs=1e-6)
-    assert fit_logs([AcceptanceLog(path="", vector=vector)]).model.hit_rate() == pytest.approx(0.6)
 
 
 def test_shorter_chains_of_a_trace(tmp_path: Path) -> None:

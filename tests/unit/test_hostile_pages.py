@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specdec.cli.main import main
-from specdec.trace.files import Track, tracks_page
+from specdec.trace.files import tree_page
 from tests.unit.test_results import comparison  # noqa: F401 - a fixture
 
 MARK = "document.title='INJECTED'"
@@ -144,8 +144,8 @@ def test_hostile_text_adds_no_element_and_no_attribute(
 
 
 def test_tokens_stay_in_the_data_of_the_script() -> None:
-    plain = Elements(tracks_page([Track("", trees_of(["x"] * 9))], title=""))
-    hostile = Elements(tracks_page([Track(NAME, trees_of(HOSTILE, NAME))], title=NAME))
+    plain = Elements(tree_page(trees_of(["x"] * 9), title=""))
+    hostile = Elements(tree_page(trees_of(HOSTILE, NAME), title=NAME))
     assert hostile.found == plain.found
     (script,) = hostile.scripts
     start = script.index("const data = ") + len("const data = ")

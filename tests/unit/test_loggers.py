@@ -35,9 +35,6 @@ def test_wandb_logs_offline(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody answers
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = own_values(options("logger")["wandb"])
-    lines = (comparison / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    named = [json.dumps({**json.loads(line), "prompt": "set/0"}) + "\n" for line in lines]
-    (comparison / "requests.jsonl").write_text("".join(named), encoding="utf-8")
     judged = [[*one] for one in JUDGED]
     trees = {"requests": [{"steps": [{"commit": {"judged": judged}}]}]}
     (comparison / "trees.json").write_text(json.dumps(trees), encoding="utf-8")
@@ -52,12 +49,8 @@ def test_wandb_logs_offline(
     assert float(logged(raw, "speedup_wall")[-1]) == pytest.approx(2.0)
     assert float(logged(raw, "tokens_per_s")[-1]) == pytest.approx(20.0)
     assert logged(raw, "lossless") == [b"true"]
-    assert set(logged(raw, "prompts_done")) == {b"1", b"2"}
-    assert b"2" in logged(raw, "curve/path_lengths")
     assert b"DraftModelSource" in raw, "the configuration is with it"
-    assert float(logged(raw, "domain/set/drafted_share")[-1]) == pytest.approx(0.4)
     assert float(logged(raw, "rejections/share_accepted")[-1]) == pytest.approx(0.5)
-    assert logged(raw, "prompt/drafted_share_so_far")
 
 
 def logged(raw: bytes, name: str) -> list[bytes]:

@@ -29,7 +29,6 @@ from specdec.planning.machines import (
     Layout,
     Machine,
     Profiled,
-    engine_flags,
     layouts,
     machine_of,
 )
@@ -207,16 +206,3 @@ def test_repeated_runs_count_by_mean_or_median() -> None:
     assert (pair.seconds, pair.clock_s) == pytest.approx((2.0, 2.4))
     three = typical([scaled(unit, 5.0), unit, scaled(unit, 1.1)])
     assert (three.seconds, three.clock_s) == pytest.approx((1.1, 1.32))
-
-
-def test_flags_name_the_method_of_the_drafter() -> None:
-    chain: dict[str, Any] = {"source": {"_target_": "specdec.sources.DraftModelSource"}}
-    flags = engine_flags(5, "HEAD", "eagle3", chain)
-    assert '"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5' in flags["vLLM"]
-    assert "--speculative-algorithm EAGLE3 " in flags["SGLang"]
-    assert '"prompt_lookup_max"' in engine_flags(5, "HEAD", "ngram", chain)["vLLM"]
-    assert "no speculation" in engine_flags(0, "HEAD", "eagle", chain)["vLLM"]
-    copied, _ = presets(["model=tiny"], [], ["prompt_lookup"])
-    flags = engine_flags(5, "DRAFT", "draft_model", copied[0].config)
-    assert list(flags) == ["vLLM"], "SGLang's n-grams are trees of another shape"
-    assert '"method": "ngram", "num_speculative_tokens": 8' in flags["vLLM"]

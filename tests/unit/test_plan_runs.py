@@ -12,9 +12,7 @@ import yaml
 import specdec
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.metrics.speedup import expected_accepted
 from specdec.planning import Plan, check_run, units_of_run
-from specdec.planning.alone import least_rate
 from specdec.runs.jobs import run_job
 from specdec.runs.progress import Progress
 
@@ -62,7 +60,6 @@ def test_a_plan_of_a_machine_of_eight_lines(planned: Any) -> None:
     plain = next(c for c in plan.choices if c.strategy == "ar")
     assert plain.gain == 1.0
     assert sum(choice.first for choice in plan.choices) == pytest.approx(1.0)
-    assert "num_speculative_tokens" in plan.engines["vLLM"]
     written = json.loads((folder / "out" / "plan.json").read_text())
     assert written["choices"][0]["strategy"] == plan.best.strategy
     text = (folder / "out" / "plan.txt").read_text()
@@ -79,18 +76,13 @@ def test_the_written_preset_runs_as_planned(planned: Any, tmp_path: Path) -> Non
 
 
 def test_a_model_without_a_draft_is_measured(tmp_path: Path) -> None:
-    """Presets that draft from the text; the break-even of a head is the least rate that pays."""
+    """Presets that draft from the text."""
     words = ["model=hf", "model.target=bundled:target", "data=stdlib", "data.limit=4"]
     plan = specdec.plan(words, output_dir=tmp_path, prompts=4, budget_s=1)
     assert {choice.strategy for choice in plan.choices} == {"ar", "suffix", "prompt_lookup"}
     tokens = {choice.strategy: choice.tokens_per_answer for choice in plan.choices}
     assert tokens["ar"] == 1.0 < min(tokens["suffix"], tokens["prompt_lookup"])
-    assert "an EAGLE head of one layer would" in plan.decides[0]
     assert run_job_of([*words, "strategy=planned"], [tmp_path]).name == "planned"
-    rate = least_rate(2.0, 4)
-    assert rate is not None
-    assert 1 + expected_accepted(rate, 4) > 2.0 >= 1 + expected_accepted(rate - 0.01, 4)
-    assert least_rate(5.0, 4) is None
     with pytest.raises(UserError, match="measured on this machine: leave profile out"):
         specdec.plan(words, profile="uniform_30ms")
 
@@ -140,13 +132,12 @@ def test_an_interrupted_plan_continues(planned: Any, tmp_path: Path) -> None:
 
 
 def test_models_are_recorded_and_measured(tmp_path: Path) -> None:
-    """One device: a record, a profile of this machine, and the controller's own time."""
+    """One device: a record, and a profile of this machine that runs of the candidates correct."""
     pair = ["model=random", "model.num_layers=2", "model.hidden_size=32", "max_new_tokens=8"]
     words = [*pair, "data.limit=4", "threads=1"]
     small = {"strategies": ["speculative"], "prompts": 4, "profile": "measured"}
     plan = specdec.plan(words, output_dir=tmp_path, **small)
     assert {choice.strategy for choice in plan.choices} == {"ar", "speculative"}
     assert "record of 4 prompts" in plan.acceptance
-    profile = (tmp_path / "profile" / "planned.yaml").read_text()
-    assert "of the controller" in profile
+    assert "measured here" in (tmp_path / "profile" / "planned.yaml").read_text()
     assert (tmp_path / "record" / "record.npz").is_file()

@@ -172,7 +172,7 @@ const script = fs.readFileSync(process.argv[2], "utf8").match(/<script>([\\s\\S]
 const data = script.match(/^const data = (.*);$/m)[1];
 const play = script.match(/^function play[\\s\\S]*?^}$/m)[0];
 const replay = eval("(" + play + ")");
-console.log(JSON.stringify(JSON.parse(data).tracks[0].requests.map(r => replay(r)
+console.log(JSON.stringify(JSON.parse(data).requests.map(r => replay(r)
   .filter(f => f.commit)
   .map(f => [f.commit.kind, [...f.keep].sort((a, b) => a - b), f.output.map(o => o[0])]))));
 """

@@ -1,8 +1,7 @@
-"""Acceptance over a run, and why draft tokens were rejected."""
+"""Why draft tokens were rejected."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,34 +9,11 @@ import pytest
 
 from specdec.cli.main import main
 from specdec.files import parse_json
-from specdec.report.results import RequestRecord, drafted_tokens, read_requests
+from specdec.report.results import read_requests
 from specdec.report.traces import REASONS, judgements, rejection_metrics, rejections_png
 from specdec.trace.recorder import _NO_PROPOSAL, Judgement, Proposal, judgement
-from tests.unit.test_metrics import make_result
 
 pytestmark = pytest.mark.slow
-
-
-def record(
-    number: int, origins: tuple[int, ...], prompt: str = "", category: str = ""
-) -> RequestRecord:
-    result = replace(make_result([list(range(len(origins)))]), id=number, origins=origins)
-    return RequestRecord("specpipe", 0, result, prompt=prompt, category=category)
-
-
-RECORDS = [
-    record(0, (0, 0, -1, -1), "humaneval/0"),
-    record(1, (0, -1), "gsm8k/7"),
-    record(2, (-1, -1), "gsm8k/8"),
-    record(3, (0, 0, 0, 0), "spec_bench/3", "math_reasoning"),
-]
-
-
-def test_drafted_tokens_by_prompt_and_domain() -> None:
-    table = drafted_tokens([*RECORDS, replace(RECORDS[0], repeat=1)])
-    assert table["drafted"].tolist() == [2, 1, 0, 4], "repeats decode the same tokens"
-    assert table["tokens"].tolist() == [4, 2, 2, 4]
-    assert table["domain"].tolist() == ["humaneval", "gsm8k", "gsm8k", "math_reasoning"]
 
 
 def proposal(tokens: list[int], probs: list[float], target: list[float] | None) -> Proposal:
