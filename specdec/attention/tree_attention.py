@@ -457,9 +457,6 @@ IMPLEMENTATION = "specdec"
 PLAN = "specdec_plan"
 """Name of the keyword argument of a model's forward that takes the ``PassPlan``."""
 
-OPAQUE = "specdec_opaque"
-"""The attention function for compiled models, which ``torch.compile`` does not trace into."""
-
 
 @dataclass(slots=True)
 class ScoreOptions:
@@ -516,7 +513,6 @@ def tree_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, tree_attention)
-AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class PassCache:

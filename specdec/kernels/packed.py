@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from specdec.errors import UserError
-
 DTYPES: Mapping[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
@@ -82,11 +80,6 @@ def pack(model: nn.Module) -> int:
         for name, child in parent.named_children()
         if isinstance(child, nn.Linear) and not child.weight.is_meta
     ]
-    if any(type(child.weight.data) is not Tensor for child, _, _ in found):
-        raise UserError(
-            "model.kernels=packed needs plain weights, not quantised ones: use"
-            " model.quantization=none or model.kernels=torch"
-        )
     files = _mapped_files()
     # The largest first: for a moment both of its layouts take memory.
     for child, parent, name in sorted(found, key=lambda item: -item[0].weight.numel()):

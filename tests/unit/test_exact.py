@@ -15,7 +15,7 @@ from specdec.models.backends import exact
 from specdec.models.backends.exact import Operator, Setting, proved_counts
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
-from specdec.models.quantize import sharded
+from specdec.models.loading import sharded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.tensor_parallel import collective
