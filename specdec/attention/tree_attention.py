@@ -554,9 +554,6 @@ class Visibility:
     column_positions: Tensor | None = None
     # whether each row sees exactly the slots up to its own, the last row's slot being the last one
     causal: bool = False
-    # on the host: whether every row sees every slot, and ``first``; captured passes leave them out
-    full: bool = False
-    split: int = 0
     _masks: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -610,8 +607,6 @@ class RequestPart:
             num_slots=rows.end,
             dtype=spec.dtype,
             causal=rows.causal,
-            full=self._full,
-            split=rows.first_masked,
             **there,
         )
 

@@ -61,7 +61,7 @@ class ModelOptions:
 
     dtype: OwnDtype = "auto"
     device: Device = "auto"
-    attention: Literal["auto", "dense", "two_level", "triton", "flash"] = "auto"
+    attention: Literal["auto", "dense", "triton", "flash"] = "auto"
     graphs: Literal["off", "auto", "cuda", "replay"] = "off"
     kernels: Literal["torch", "triton", "packed"] = "torch"
     quantization: Literal["none", "int8", "int4", "draft_int8", "draft_int4"] = "none"

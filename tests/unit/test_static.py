@@ -108,8 +108,6 @@ def test_refusals_name_the_remedy():
         _runner(model, Execution(graphs="always"))
     with pytest.raises(UserError, match=r"model.graphs=cuda needs a CUDA device.*replay"):
         _runner(model, Execution(graphs="cuda"))
-    with pytest.raises(UserError, match=r"two_level.*use model.attention=flash or dense"):
-        _runner(model, attention="two_level")
     with pytest.raises(UserError, match=r"model.kernels=cutlass is unknown"):
         _runner(model, Execution(kernels="cutlass"))
     eager = _runner(model, Execution(graphs="auto")).backend  # there is no CUDA device
