@@ -58,8 +58,8 @@ COMPOSITIONS: list[tuple[str, int, str, dict[str, Any]]] = [
     ("specpipe", 3, "no_repeat4", {}),  # the last rank rebuilds paths from rows
     ("speculative", 3, "t08", {"verifier": rejection()}),
     # Without filters: whole distributions come with the answers.
-    ("specinfer", 2, "t08", {**BATCH, "verifier": rejection(), "sampling__top_p": 1.0}),
-    ("speculative", 3, "t08", {**BATCH, "verifier": rejection(), "sampling__top_p": 1.0}),
+    ("specinfer", 2, "t08", {"batch_size": 2, "verifier": rejection(), "sampling__top_p": 1.0}),
+    ("speculative", 3, "t08", {"batch_size": 2, "verifier": rejection(), "sampling__top_p": 1.0}),
     *(  # exits of the first rank, a later one, the last one, or two ranks
         (strategy, stages, "t06", {**HEAD, "batch_size": 2, "model__exit_layer": layer})
         for stages in (2, 3)
