@@ -1,17 +1,17 @@
-"""Moves data between host and device, and stores rows of probabilities [A, V] in compact forms.
+"""Moves data between host and device, and stores rows of probabilities [A, V] in a compact form.
 
 With a vocabulary of 128k, a row of float64 takes a megabyte. Verifiers that support
-``SupportProbs`` work on the tokens of positive probability; rows of ``RemoteProbs`` stay in another
-process until they are read. Both convert to a dense array wherever numpy expects one.
+``SupportProbs`` work on the tokens of positive probability; it converts to a dense array wherever
+numpy expects one.
 
 Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,62 +67,12 @@ class SupportProbs:
         return np.asarray(dense, dtype)
 
 
-class RowKeeper(Protocol):
-    def rows(self, node_ids: npt.NDArray[np.int64]) -> _Array: ...
-
-    def values(self, node_id: int, tokens: npt.NDArray[np.int64]) -> _Array: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RemoteProbs:
-    """Normalised probabilities that stay in the process that computed them until they are read."""
-
-    keeper: RowKeeper  # fetches rows; a row exists while its node is in the tree
-    node_ids: npt.NDArray[np.int64]  # int64[A], or [] for a single row: the node of each row
-    vocab_size: int
-    # node id -> token -> probability, for values that have been sent already
-    known: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.node_ids.shape, self.vocab_size)
-
-    def __len__(self) -> int:
-        return len(self.node_ids)
-
-    def __getitem__(self, index: int | slice | npt.NDArray[np.int64]) -> RemoteProbs:
-        ids = np.asarray(self.node_ids[index])
-        return RemoteProbs(self.keeper, ids, self.vocab_size, self.known)
-
-    def __iter__(self) -> Iterator[RemoteProbs]:
-        return (self[row] for row in range(len(self)))
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> _Array:
-        rows = self.keeper.rows(np.atleast_1d(self.node_ids))
-        return np.asarray(rows if self.node_ids.ndim else rows[0], dtype)
-
-    def of(self, token: int) -> float:
-        node_id = int(self.node_ids)
-        known = self.known.get(node_id, {}).get(token)
-        if known is None:
-            return float(self.keeper.values(node_id, np.array([token]))[0])
-        return known
-
-
-Probs: TypeAlias = _Array | SupportProbs | RemoteProbs
-"""Rows of probabilities; all three types convert to an array."""
+Probs: TypeAlias = _Array | SupportProbs
+"""Rows of probabilities; both types convert to an array."""
 
 
 def on_host(probs: Probs) -> _Array:
     return np.asarray(probs)
-
-
-def rows_on_host(rows: Sequence[Probs]) -> _Array:
-    """Stacks single rows of one request to float64[A, V]; one message fetches remote ones."""
-    kept = [row for row in rows if isinstance(row, RemoteProbs)]
-    if kept and len(kept) == len(rows):
-        return kept[0].keeper.rows(np.array([int(row.node_ids) for row in kept]))
-    return np.stack([on_host(row) for row in rows])
 
 
 def concatenate(parts: Sequence[Probs]) -> _Array | SupportProbs:

@@ -96,8 +96,6 @@ class TokenSource(_Part, ABC):
     """Name of the model whose weights a pass reads, for the theoretical memory traffic."""
     members: Sequence[TokenSource] = ()
     """The sources inside, for policies that choose one per request (``policies.Adaptive``)."""
-    cheap: TokenSource | None = None
-    """The cheaper source inside a staged source."""
 
     @cached_property
     def counters(self) -> SourceCounters:

@@ -21,6 +21,6 @@ if TYPE_CHECKING:
     from strategies.specpipe_bf import PipelineBestFirst
     from strategies.specpipe_db import AdaptiveWidth
     from strategies.ssd import Ssd
-    from strategies.staged import StagedSource, StagedTree
+    from strategies.staged import StagedSource
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from specdec.clocks import CONTROLLER, Clock, Work
 from specdec.clocks.meter import Meter
-from specdec.device import rows_on_host
+from specdec.device import on_host
 from specdec.executors.models import ModelPair
 from specdec.interfaces import Verifier
 from specdec.models.medusa import MedusaHeads
@@ -208,7 +208,7 @@ class TypicalVerifier(Verifier):
         slots = np.flatnonzero(tree.answered)
         rows = np.full(len(tree), -1)
         rows[slots] = np.arange(len(slots))
-        probs = rows_on_host([tree.target_probs[i] for i in tree.ids[slots].tolist()])
+        probs = np.stack([on_host(tree.target_probs[i]) for i in tree.ids[slots].tolist()])
         logs = np.log(probs, out=np.zeros_like(probs), where=probs > 0.0)
         entropy = -(probs * logs).sum(axis=1)
         threshold = np.minimum(self.epsilon, self.delta * np.exp(-entropy))

@@ -17,19 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
-from specdec.clocks.interface import Clock
-from specdec.errors import UserError
-from specdec.interfaces import Events, TokenSource, TreePolicy
-from specdec.parts.fields import Count, expects, validated
-from specdec.policies.tree_growth import as_nodes, last_position
-from specdec.sampling.transform import top_set
+from specdec.interfaces import TokenSource
+from specdec.parts.fields import Count, validated
+from specdec.policies.tree_growth import as_nodes
 from specdec.sources.candidate_cache import CandidateCache
 from specdec.sources.combined import CombinedSource, WrappedSource
 from specdec.state import DecodeState, RequestState
@@ -37,15 +32,6 @@ from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Candidates, Commit, CommitKind, IntArray, Nodes, Output
 
 _DEFAULT_CHILDREN = 16
-
-CHEAP_ORIGIN = 1
-"""The origin of nodes that the cheaper source proposed; those of the main source have 0."""
-
-_Extension = Annotated[
-    int,
-    Field(ge=1),
-    expects("it must be a whole number of at least 1, or use the inner policy alone"),
-]
 
 
 class StagedSource(CombinedSource):
@@ -67,9 +53,7 @@ class StagedSource(CombinedSource):
         max_children: number of candidates requested from the draft; a call for more discards what
             is computed. Default: 16, or 1 if candidates are sampled.
 
-    Attributes:
-        cheap: the cheaper source, for nodes of the real trees.
-        counters: sums over both sources; ``by_level`` lists the draft's levels first.
+    ``counters`` are sums over both sources; ``by_level`` lists the draft's levels first.
     """
 
     @validated
@@ -95,7 +79,6 @@ class StagedSource(CombinedSource):
                 " so it cannot contain a source that reads the target's hidden states"
                 " (source=medusa, source=early_exit): use source=mixture"
             )
-        self.cheap = _CheapView(self, self._cheap)
         self._width = guess_width
         self._depth = guess_depth
         self._rows = guess_rows
@@ -193,18 +176,6 @@ class _Guesses:
     def selected(self) -> IntArray:
         """Returns the sorted slots of the expanded nodes and the best guesses, parents included."""
         return np.array(sorted([*self._expanding, *(slot for _, slot in self._best)]))
-
-
-class _CheapView(WrappedSource):
-    """The cheaper source for outside callers: takes real ids and works in the scratch trees."""
-
-    def __init__(self, owner: StagedSource, cheap: TokenSource) -> None:
-        super().__init__(cheap)
-        self._owner = owner
-
-    def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        scratch_state = self._owner.scratch_state(state)
-        return self._source.expand(scratch_state, self._owner.located(nodes), k)
 
 
 class ScratchRequest(RequestState):
@@ -316,130 +287,3 @@ class CachedSource(WrappedSource):
     def close(self, request_id: int) -> None:
         self._cache.close(request_id)
         super().close(request_id)
-
-
-@validated
-@dataclass(eq=False, kw_only=True)
-class StagedTree(TreePolicy):
-    """Extends an inner policy's tree by chains of a cheaper source below its most probable leaves.
-
-    The paper's draft2 (an n-gram model) serves the draft inside a staged source (3.2). Here its
-    guesses also reach the target directly, since tokens such as whitespace need no draft model
-    (Figure 3). To extend a leaf, the draft would need one more forward pass; ``source.cheap`` does
-    without.
-
-    Args:
-        inner: a serial policy (chain, static, best-first, serial fixed width).
-        extend_leaves: number of leaves to extend per request, the most probable ones.
-        extend_depth: length of the chain below each leaf.
-    """
-
-    value_dependent = True  # the guesses are not samples of the draft's distribution
-
-    inner: TreePolicy
-    extend_leaves: _Extension
-    extend_depth: _Extension
-
-    def __post_init__(self) -> None:
-        if not self.inner.serial:
-            raise ValueError(
-                f"policy.inner={type(self.inner).__name__} submits at every step, but a staged tree"
-                " is submitted whole: set policy.inner._target_ to Chain, Static, BestFirst (of"
-                " specdec.policies), or FixedWidth with policy.inner.levels_per_step=null"
-            )
-
-    def open(self, request: RequestState) -> None:
-        self.inner.open(request)
-
-    def max_cached_nodes(self, in_flight: int) -> int | None:
-        inner = self.inner.max_cached_nodes(in_flight)
-        return None if inner is None else inner + self.extend_leaves * self.extend_depth
-
-    def check_clock(self, clock: Clock) -> None:
-        self.inner.check_clock(clock)
-
-    def check_source(self, source: TokenSource) -> None:
-        cheap_source(source)
-
-    def select(self, state: DecodeState, source: TokenSource) -> Nodes:
-        cheap = cheap_source(source)
-        selected = self.inner.select(state, source)
-        tails = []
-        for request_id, ids in selected.items:
-            request = state.requests[request_id]
-            slots = request.tree.slots(ids)
-            tails.append((request, _best_leaves(request.tree, slots, self.extend_leaves)))
-        chains: dict[int, list[IntArray]] = {}
-        for _ in range(self.extend_depth):
-            tails = [
-                (request, inside)
-                for request, slots in tails
-                if len(inside := slots[request.tree.positions[slots] < last_position(request)])
-            ]
-            if not tails:
-                break
-            tails = _extend(state, cheap, tails)
-            for request, slots in tails:
-                chains.setdefault(request.id, []).append(request.tree.ids[slots])
-        return Nodes(
-            tuple((i, np.concatenate([ids, *chains.get(i, [])])) for i, ids in selected.items)
-        )
-
-    def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        return self.inner.overlap(state, source, events)
-
-    def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        self.inner.commit(commits, output)
-
-    def close(self, request_id: int) -> None:
-        self.inner.close(request_id)
-
-
-def cheap_source(source: TokenSource) -> TokenSource:
-    """Returns the cheaper source inside a staged source; raises ``UserError`` if there is none."""
-    if source.cheap is None:
-        raise UserError(
-            "policy=staged_tree needs the cheaper source of a staged source;"
-            f" {type(source).__name__} has none: use source=staged (its key source.cheap), or the"
-            " inner policy alone (policy=chain, policy=static, ...)"
-        )
-    return source.cheap
-
-
-def _best_leaves(tree: TokenTree, slots: IntArray, num: int) -> IntArray:
-    """Returns the most probable of ``slots`` without children and candidates, int64[<= num].
-
-    An expanded leaf has candidates that the inner policy did not select, so it is skipped.
-    """
-    is_leaf = ~tree.expanded
-    is_leaf[tree.parents[1:]] = False
-    leaves = slots[is_leaf.take(slots)]
-    return np.sort(leaves[top_set(tree.scores.take(leaves), num)])
-
-
-def _extend(
-    state: DecodeState, cheap: TokenSource, tails: list[tuple[RequestState, IntArray]]
-) -> list[tuple[RequestState, IntArray]]:
-    """Appends the cheaper source's first guess to every tail; returns the new tails.
-
-    The guesses bypass ``TokenTree.set_candidates``: their parents stay unexpanded, since the main
-    source has not proposed candidates for them.
-    """
-    nodes = as_nodes(tails)
-    with state.drafting():
-        candidates = cheap.expand(state, nodes, 1)
-    extended = []
-    for (request, slots), (_, _, rows) in zip(tails, nodes.packed(), strict=True):
-        found = rows.start + np.flatnonzero(candidates.counts[rows])
-        parents = slots[found - rows.start]
-        if candidates.probs is not None:
-            parent_ids = request.tree.ids[parents].tolist()
-            request.tree.draft_probs.update(zip(parent_ids, candidates.probs[found], strict=True))
-        new = request.tree.append(
-            parents,
-            candidates.tokens[found, 0],
-            candidates.logprobs[found, 0],
-            np.full(len(found), CHEAP_ORIGIN),
-        )
-        extended.append((request, new))
-    return extended

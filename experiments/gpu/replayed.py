@@ -18,7 +18,7 @@ from specdec.clocks.meter import Meter
 from specdec.executors.stage import Answerer, ModelAnswerer, ModelStage, Stage
 from specdec.interfaces import TokenSource
 from specdec.models.execution import Execution
-from specdec.models.quantize import num_bytes
+from specdec.models.packing import num_bytes
 from specdec.models.runner import ModelRunner
 from specdec.pairs import ModelPair
 from specdec.pairs.recorded import ReplayModels

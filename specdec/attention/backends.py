@@ -18,7 +18,6 @@ from specdec.attention.tree_attention import (
     Kernel,
     Visibility,
     accumulator,
-    dense_attention,
     scores_of,
     weighted_values,
 )
@@ -28,13 +27,11 @@ from specdec.errors import UserError
 class Attention(StrEnum):
     """Implementations of attention; all are exact.
 
-    ``DENSE``: one call over all slots with one mask. ``TWO_LEVEL``: the prefix without a mask, the
-    tree with one (PipeDec Alg. 1). ``FLASH``: prompts by flash-attn, trees in two levels.
-    ``TRITON``: one launch of ``specdec.attention.triton_kernel``.
+    ``DENSE``: one call over all slots with one mask. ``FLASH``: prompts by flash-attn, trees in two
+    levels (PipeDec Alg. 1). ``TRITON``: one launch of ``specdec.attention.triton_kernel``.
     """
 
     DENSE = "dense"
-    TWO_LEVEL = "two_level"
     TRITON = "triton"
     FLASH = "flash"
 
@@ -63,28 +60,7 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
     if kind == Attention.FLASH:
         support.require(support.flash_problem(device, dtype), setting)
         return flash_attention
-    return two_level_attention if kind == Attention.TWO_LEVEL else None
-
-
-def two_level_attention(
-    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
-) -> Tensor:
-    """Attends to the prefix, the slots before ``visibility.split``, and to the tree; merges both by
-    their log-sum-exp: the function of PipeDec Alg. 1's one softmax, without a mask for the long
-    prefix.
-    """
-    split = visibility.split
-    if visibility.full:
-        return dense_attention(query, key, value, None, scaling)
-    mask = visibility.mask()
-    if not split:
-        return dense_attention(query, key, value, mask, scaling)
-    prefix = query, key[:, :, :split], value[:, :, :split]
-    tree = query, key[:, :, split:], value[:, :, split:]
-    prefix_output, prefix_lse = masked_lse(*prefix, None, scaling)
-    tree_output, tree_lse = masked_lse(*tree, mask[:, split:] == 0, scaling)
-    tree_share = torch.sigmoid(tree_lse - prefix_lse).unsqueeze(-1).to(query.dtype)
-    return torch.lerp(prefix_output, tree_output, tree_share)
+    return None
 
 
 def flash_attention(

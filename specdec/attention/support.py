@@ -1,10 +1,8 @@
-"""Checks that return why Triton, flash-attn or torch.compile cannot run here; None if they can."""
+"""Checks that return why Triton or flash-attn cannot run here; None if they can."""
 
 import os
-import sys
 from importlib import import_module
 from importlib.util import find_spec
-from shutil import which
 
 import torch
 
@@ -41,19 +39,6 @@ def flash_problem(device: torch.device | str, dtype: torch.dtype) -> str | None:
         import_module("flash_attn")
     except ImportError as error:  # for example, built for another torch version
         return f"flash-attn cannot be imported ({error}): build it for torch {torch.__version__}"
-    return None
-
-
-def compile_problem(device: torch.device | str) -> str | None:
-    if torch.device(device).type == "cuda":
-        missing = find_spec("triton") is None
-        return "torch.compile needs Triton on CUDA devices: pip install triton" if missing else None
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if which(compiler) is None:
-        return (
-            f"torch.compile needs a C++ compiler, but {compiler} is not installed: install one, or"
-            " set the environment variable CXX to yours"
-        )
     return None
 
 

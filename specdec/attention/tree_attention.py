@@ -457,9 +457,6 @@ IMPLEMENTATION = "specdec"
 PLAN = "specdec_plan"
 """Name of the keyword argument of a model's forward that takes the ``PassPlan``."""
 
-OPAQUE = "specdec_opaque"
-"""The attention function for compiled models, which ``torch.compile`` does not trace into."""
-
 
 @dataclass(slots=True)
 class ScoreOptions:
@@ -516,7 +513,6 @@ def tree_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, tree_attention)
-AttentionInterface.register(OPAQUE, torch.compiler.disable(tree_attention))
 
 
 class PassCache:
@@ -558,9 +554,6 @@ class Visibility:
     column_positions: Tensor | None = None
     # whether each row sees exactly the slots up to its own, the last row's slot being the last one
     causal: bool = False
-    # on the host: whether every row sees every slot, and ``first``; captured passes leave them out
-    full: bool = False
-    split: int = 0
     _masks: dict[int | None, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -614,8 +607,6 @@ class RequestPart:
             num_slots=rows.end,
             dtype=spec.dtype,
             causal=rows.causal,
-            full=self._full,
-            split=rows.first_masked,
             **there,
         )
 

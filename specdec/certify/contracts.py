@@ -248,15 +248,12 @@ class TableSource(TokenSource):
         *,
         silent: Callable[[Context], bool] = lambda _: False,
         table: Callable[[Context], Sequence[tuple[int, float]]] = table_children,
-        cheap: TokenSource | None = None,
     ) -> None:
         self.vocab_size = _TABLE_VOCAB
         self.silent, self.table = silent, table
         self.calls: list[dict[int, list[Context]]] = []
         self.widths: list[int] = []
         self._answered: set[tuple[int, int]] = set()
-        if cheap is not None:
-            self.cheap = cheap
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
         assert len(nodes), "a source is called without nodes"

@@ -9,15 +9,12 @@ sides know from ``InFlightRows`` which rows are alive.
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 
 from specdec.clocks import Clock, ClockKind
 from specdec.clocks.meter import Meter
-from specdec.device import RemoteProbs
-from specdec.distributed.kept_rows import KeeperOfRequest, Query
 from specdec.distributed.messages import Ending, Entry, Kind, Message, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import GroupHandle
@@ -31,7 +28,6 @@ from specdec.executors.stage import (
     with_hidden,
 )
 from specdec.interfaces import Executor
-from specdec.sampling.transform import SamplingTransform
 from specdec.state import RequestState
 from specdec.types import Answers, Batch, Commit, Exits, Output
 
@@ -94,8 +90,6 @@ class DistributedExecutor(Executor):
         self._in_step = self._is_waiting = False
         self._handle = GroupHandle(plan.num_ranks, threads=plan.threads, number=group_number)
         self._group = self._handle.group
-        self._keepers: dict[int, KeeperOfRequest] = {}
-        self._num_queries = 0
         try:
             self._session = self._group.open_session(plan)
         except BaseException:
@@ -114,8 +108,6 @@ class DistributedExecutor(Executor):
                 tokens=request.tokens.copy() if sampling.needs_history else _NO_TOKENS,
             )
         )
-        transform = SamplingTransform(sampling)
-        self._keepers[request.id] = KeeperOfRequest(request.id, transform, self._ask)
 
     def submit(self, batch: Batch) -> None:
         self._tick += 1
@@ -195,7 +187,6 @@ class DistributedExecutor(Executor):
 
     def close(self, request_id: int) -> None:
         self._closes.append(request_id)
-        self._keepers.pop(request_id, None)
 
     def reports(self) -> list[dict[str, Any]]:
         return self._group.reports(self._session, self._ranks)
@@ -222,15 +213,6 @@ class DistributedExecutor(Executor):
         if self._group.alive and not self._in_step:
             self._group.close_session(self._session)
         self._handle.release(broken=self._in_step)
-
-    def _ask(self, query: Query) -> torch.Tensor:
-        self._num_queries += 1
-        message = Message(Kind.QUERY, self._session, self._num_queries, query)
-        self._group.send(message, [self._last_rank])
-        key = Kind.ROWS, self._last_rank
-        with self._meter.waiting():
-            rows = self._group.reply(key, self._session, self._num_queries, self._timeout_s)
-        return cast("torch.Tensor", rows)
 
     def _has_all(self) -> bool:
         return all(map(self._group.has_reply, self._expected))
@@ -273,9 +255,7 @@ class DistributedExecutor(Executor):
             part = self._plan.ranks[rank - 1]
             entered = answered if kind is Kind.HIDDEN else self._entry_tick(part.group)
             if kind is Kind.ANSWERS:
-                answers = tuple(
-                    self._connected(a) for a in body if self._is_open(entered, a.request)
-                )
+                answers = tuple(a for a in body if self._is_open(entered, a.request))
             elif kind is Kind.EXITS:
                 exits += tuple(e for e in body if self._is_open(entered, e.request))
             else:
@@ -290,12 +270,6 @@ class DistributedExecutor(Executor):
                     last.captured |= flight.captured
         output = replace(output, answers=answers, exits=exits)
         return output if last is None else with_hidden(output, last.batch, last.captured)
-
-    def _connected(self, answers: Answers) -> Answers:
-        if not isinstance(answers.probs, RemoteProbs):
-            return answers
-        probs = replace(answers.probs, keeper=self._keepers[answers.request])
-        return replace(answers, probs=probs)
 
     def _is_open(self, entered: int, request_id: int) -> bool:
         # With executor=replicated, a busy copy is closed before it commits.

@@ -33,17 +33,15 @@ class Kind(IntEnum):
     RELEASE = auto()  # closes a session
     STOP = auto()  # ends the process
     DRAFT = auto()  # a forward pass of a shared draft (``shared_draft.Calls``)
-    QUERY = auto()  # asks the last rank for distributions that it keeps (``kept_rows.Query``)
     BEGIN_TIMED = auto()  # a timed run begins, in all sessions
     END_TIMED = auto()
     ANSWERS = auto()  # of the last rank (tuple of ``Answers``)
     EXITS = auto()  # candidates of a rank with early exits (tuple of ``Exits``)
     HIDDEN = auto()  # hidden states that a part needs with the answers (``States``)
     EARLY = auto()  # the same before the answers
-    ROWS = auto()  # reply to ``QUERY``
 
 
-REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY, Kind.ROWS)
+REPLIES = (Kind.ANSWERS, Kind.EXITS, Kind.HIDDEN, Kind.EARLY)
 
 ReplyKey: TypeAlias = tuple[Kind, int]  # kind of a reply, and the rank that sends it
 

@@ -13,7 +13,6 @@ import torch
 from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.kept_rows import KeptRows
 from specdec.distributed.messages import Ending, Entry, Kind, Message, States
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.transport import (
@@ -125,8 +124,6 @@ class StageSession(RankSession):
         draws, answerer = KeyedDraws(seed=plan.seed), None
         if self._is_last:
             answerer = pair.answerer(draws=draws, needs_probs=plan.needs.target_probs)
-            if plan.needs.target_probs:
-                answerer = KeptRows(answerer)
         shared = {}
         if part.peers and isinstance(pair, HuggingFacePair):
             assert join is not None, "ranks that share layers are connected"
@@ -151,12 +148,8 @@ class StageSession(RankSession):
     def handle(self, kind: Kind, tick: int, body: Any) -> None:
         if kind is Kind.BEGIN:
             self.begin(tick, body)
-        elif kind is Kind.END:
-            self.end(tick, body)
         else:
-            kept = self._stage.answerer
-            assert isinstance(kept, KeptRows), "only the last rank keeps distributions"
-            self._links.reply(Kind.ROWS, tick, kept.reply(body))
+            self.end(tick, body)
 
     def begin(self, tick: int, entry: Entry) -> None:
         self._enter(tick, entry)

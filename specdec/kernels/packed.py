@@ -6,15 +6,11 @@ torch multiplies 1 to 64 rows more slowly by a plain weight [N, E] than oneDNN b
 Shape letters: E inputs, N outputs.
 """
 
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from specdec.errors import UserError
 
 DTYPES: Mapping[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
@@ -23,9 +19,6 @@ DTYPES: Mapping[torch.dtype, Callable[[], bool]] = {
 }
 """Maps each dtype of weights to a check whether this CPU has instructions for it."""
 
-_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4
-_PAGE = 4096
-_MAPS = Path("/proc/self/maps")
 _LEAST_ROWS = {torch.bfloat16: 4}
 """In bfloat16, 4 rows took 0.7 to 0.9 times as long as 1 (AMD EPYC), so passes are padded to 4."""
 
@@ -74,7 +67,7 @@ class PackedLinear(nn.Module):
 def pack(model: nn.Module) -> int:
     """Replaces all linear layers of a runner's own copy in place and returns their number.
 
-    The plain weights stay in the copied model; Linux frees those that are mapped from a file.
+    The plain weights stay in the copied model.
     """
     found = [
         (child, parent, name)
@@ -82,39 +75,6 @@ def pack(model: nn.Module) -> int:
         for name, child in parent.named_children()
         if isinstance(child, nn.Linear) and not child.weight.is_meta
     ]
-    if any(type(child.weight.data) is not Tensor for child, _, _ in found):
-        raise UserError(
-            "model.kernels=packed needs plain weights, not quantised ones: use"
-            " model.quantization=none or model.kernels=torch"
-        )
-    files = _mapped_files()
-    # The largest first: for a moment both of its layouts take memory.
-    for child, parent, name in sorted(found, key=lambda item: -item[0].weight.numel()):
-        linear = PackedLinear(child)
-        _release(child.weight, files)
-        setattr(parent, name, linear)
+    for child, parent, name in found:
+        setattr(parent, name, PackedLinear(child))
     return len(found)
-
-
-def _mapped_files() -> list[range]:
-    try:
-        lines = _MAPS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        span, _, path = line.partition(" ")
-        if "/" in path:
-            start, stop = (int(edge, 16) for edge in span.split("-"))
-            found.append(range(start, stop))
-    return found
-
-
-def _release(weight: Tensor, files: Sequence[range]) -> None:
-    """Asks Linux to free the memory of a weight in a mapped file; other memory would go to swap."""
-    start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-    if any(start in file and stop <= file.stop for file in files):
-        first = -(-start // _PAGE) * _PAGE
-        size = max(0, stop // _PAGE * _PAGE - first)
-        # madvise is a hint, so its result is ignored: failure costs memory only.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _PAGE_OUT)

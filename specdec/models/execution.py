@@ -1,4 +1,4 @@
-"""Execution options of a runner: CUDA graphs, fused kernels, ``torch.compile``, backend."""
+"""Execution options of a runner: CUDA graphs, fused kernels, backend."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,6 @@ class Execution:
     graphs: str = "off"  # one of ``specdec.models.runner.GRAPHS``
     # "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a CPU
     kernels: str = "torch"
-    compile: bool = False
     backend: str = "eager"  # "eager" for PyTorch, "onnx" for ONNX Runtime
     bits: int | None = None  # of the weights of quantised matrices in ONNX Runtime; None: float32
     exact: bool = False  # whether a row's bits must not depend on the other rows

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,13 +30,11 @@ from transformers.utils import logging
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.models.inspection import ModelInfo, inspect_model
-from specdec.models.packing import packed_bytes
-from specdec.models.quantize import Quantization, WeightFormat, quantize, share_of, share_plan
-from specdec.models.slicing import layers_name
-
-if TYPE_CHECKING:
-    from specdec.tensor_parallel.collective import Collective
-    from specdec.tensor_parallel.cuts import Cut
+from specdec.models.packing import num_bytes
+from specdec.models.slicing import layers_name, shared_copy
+from specdec.tensor_parallel.collective import Collective
+from specdec.tensor_parallel.cuts import Cut
+from specdec.tensor_parallel.sharding import shard_modules
 
 DTYPES = {  # supported values of ``model.dtype``
     "float64": torch.float64,
@@ -45,7 +43,7 @@ DTYPES = {  # supported values of ``model.dtype``
     "float16": torch.float16,
 }
 Weights: TypeAlias = WeakValueDictionary[tuple[Any, ...], nn.Parameter]
-"""Loaded parameters by file, tensor, share, format, dtype and device. Stages with layers in common
+"""Loaded parameters by file, tensor, share, dtype and device. Stages with layers in common
 share them; the memory is freed with the last such stage.
 """
 
@@ -60,7 +58,6 @@ def load_model(
     device: str = "cpu",
     layers: tuple[int, int] | None = None,
     group: Collective | None = None,
-    quantization: str = Quantization.NONE,
     loaded_before: Weights | None = None,
 ) -> PreTrainedModel:
     """Loads a model, or some of its layers, in evaluation mode and without gradients.
@@ -74,8 +71,6 @@ def load_model(
         dtype: a key of ``DTYPES``.
         layers: (first, last); None: the whole model, by transformers' own loader.
         group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers.
-        quantization: a value of ``Quantization``. With ``layers``, each matrix is cut, then
-            quantised, before the next one is read.
         loaded_before: with ``layers`` only: parameters that are shared instead of read again; those
             that are read are added.
     """
@@ -84,7 +79,7 @@ def load_model(
     config = _config(info)
     if layers is None:
         assert group is None, "shares are read by layers"
-        loaded = quantize(_whole(info, config, kind).to(where), quantization)
+        loaded = _whole(info, config, kind).to(where)
         return loaded.requires_grad_(False).eval()
     if config_value(config, "quantization_config"):
         raise UserError(f"{info.path} is quantised; use a checkpoint with unquantised weights")
@@ -93,14 +88,25 @@ def load_model(
     if not 0 <= layers[0] < layers[1] <= total:
         raise ValueError(f"layers {layers[0]} .. {layers[1]} are not in a model of {total} layers")
     tied = _tied_groups(loaded)
-    cuts, formats = share_plan(loaded, group, quantization)
+    cuts = {} if group is None else shard_modules(loaded, group)
     sources = _sources(loaded, info, _needed_names(loaded, *layers), tied)
     weights = Weights() if loaded_before is None else loaded_before
-    _fill(loaded, info, sources, cuts, formats, weights, kind, where)
+    _fill(loaded, info, sources, cuts, weights, kind, where)
     for module in loaded.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(where))
     return loaded.requires_grad_(False).eval()
+
+
+def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
+    """Returns this rank's share of a whole model, which is unchanged."""
+    share = shared_copy(model)
+    whole = dict(share.named_parameters(remove_duplicate=False))
+    for name, cut in shard_modules(share, group).items():
+        path, _, leaf = name.rpartition(".")
+        part = nn.Parameter(cut.of(whole[name], whole[name].dtype), requires_grad=False)
+        setattr(share.get_submodule(path), leaf, part)
+    return share
 
 
 def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -132,10 +138,7 @@ def weight_bytes(model: ModelInfo | str | Path, dtype: str, bits: int | None = N
     ``bits`` of a weight in sessions of ONNX Runtime, None for the ``dtype``.
     """
     info = inspect_model(model)
-    shape = _empty(info, _config(info), torch_dtype(dtype))
-    if bits:
-        return packed_bytes(shape, bits)
-    return sum(p.numel() * p.element_size() for p in shape.parameters())
+    return num_bytes(_empty(info, _config(info), torch_dtype(dtype)), bits)
 
 
 def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
@@ -206,7 +209,6 @@ def _fill(
     info: ModelInfo,
     sources: list[tuple[str, str, list[str]]],
     cuts: Mapping[str, Cut],
-    formats: Mapping[str, WeightFormat],
     weights: Weights,
     dtype: torch.dtype,
     device: torch.device,
@@ -215,13 +217,15 @@ def _fill(
         with safe_open(info.path / file, framework="pt", device=str(device)) as stored:
             for _, source, used in tensors:
                 for name in used:
-                    cut, form = cuts.get(name), formats.get(name)
-                    key = (str(info.path / file), source, cut, form, dtype, device)
+                    cut = cuts.get(name)
+                    key = (str(info.path / file), source, cut, dtype, device)
                     parameter = weights.get(key)
                     if parameter is None:
-                        read = stored.get_tensor if cut is None else stored.get_slice
-                        # Not named here: a plain matrix would stay while the next one is read.
-                        parameter = share_of(read(source), cut, form, dtype, device)
+                        if cut is None:
+                            tensor = stored.get_tensor(source)
+                        else:
+                            tensor = cut.of(stored.get_slice(source), dtype)
+                        parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
                         weights[key] = parameter
                     _put(model, name, parameter, info)
 

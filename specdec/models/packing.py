@@ -64,7 +64,12 @@ def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     return model
 
 
-def packed_bytes(model: nn.Module, bits: int) -> int:
+def num_bytes(model: nn.Module, bits: int | None = None) -> int:
+    """Returns the bytes of a model's weights, tied ones once; ``bits`` of those of linear layers in
+    sessions of ONNX Runtime, None for the model's dtype.
+    """
+    if bits is None:
+        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     total, seen = 0, set[int]()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

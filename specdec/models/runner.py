@@ -26,14 +26,11 @@ from specdec.attention import support
 from specdec.attention.backends import Attention, Kernel, attention_kernel
 from specdec.attention.tree_attention import (
     IMPLEMENTATION,
-    OPAQUE,
     PLAN,
     AttentionPlan,
     BlockPool,
     CacheSpec,
     Paged,
-    Pair,
-    PassCache,
     PassPlan,
     Rows,
     ScoreOptions,
@@ -178,12 +175,11 @@ def in_parts(
 
 
 class Eager(Backend):
-    def __init__(self, layers: ModelSlice, attention: str, forward: Callable[..., Any]) -> None:
+    def __init__(self, layers: ModelSlice, attention: str) -> None:
         self.layers = layers
         spec = layers.spec
         self.kernel: Kernel | None = attention_kernel(attention, spec.device, spec.dtype)
         self.attention = Attention(attention)
-        self._forward = forward
         is_normed = any(name.normed for name in layers.capture)
         self._norm = final_norm(layers.model) if is_normed else None
 
@@ -213,14 +209,11 @@ class Eager(Backend):
         """
         layers, model = self.layers, self.layers.model
         inputs = forward_inputs(model, step, tokens, positions)
-        if self._forward is not model:
-            name = cache_argument(model)
-            inputs[name] = _OpaqueCache(inputs[name])
         if keep is None:
             model.base_model(**inputs)
             logits = None
         else:
-            logits = self._forward(**inputs, logits_to_keep=keep).logits[0]
+            logits = model(**inputs, logits_to_keep=keep).logits[0]
         found = {name: states[0] for name, states in step.captured.items()}
         if self._norm is not None:
             found[layers.output._replace(normed=True)] = self._norm(found[layers.output])
@@ -229,17 +222,6 @@ class Eager(Backend):
             logits=logits,
             captured={name: found[name] for name in layers.capture},
         )
-
-
-class _OpaqueCache(PassCache):
-    """A ``PassCache`` that is not traced: a trace would be specialised on each layer's index."""
-
-    def __init__(self, cache: PassCache) -> None:
-        self._cache = cache
-
-    @torch.compiler.disable
-    def update(self, *args: Any, **kwargs: Any) -> Pair:
-        return self._cache.update(*args, **kwargs)
 
 
 def forward_inputs(
@@ -278,8 +260,6 @@ def replace_modules(model: Any, execution: Execution, *, device: torch.device) -
     if kernels == "packed":
         packed = backend_module("specdec.kernels.packed")
         support.require(packed.packed_problem(device, dtype), "model.kernels=packed")
-        if execution.compile:
-            raise UserError("model.kernels=packed cannot be compiled: use model.compile=false")
         packed.pack(model)
     if kernels == "triton":
         support.require(support.triton_problem(device, dtype), "model.kernels=triton")
@@ -287,7 +267,7 @@ def replace_modules(model: Any, execution: Execution, *, device: torch.device) -
 
 
 def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Backend:
-    eager = Eager(layers, attention, _forward(layers, execution))
+    eager = Eager(layers, attention)
     captures = _captures(execution.graphs, layers.spec.device)
     if execution.backend == "onnx":
         onnx = backend_module("specdec.models.onnx.passes")
@@ -303,19 +283,6 @@ def make_backend(layers: ModelSlice, attention: str, execution: Execution) -> Ba
 
 def backend_module(name: str) -> Any:
     return import_module(name)
-
-
-def _forward(layers: ModelSlice, execution: Execution) -> Callable[..., Any]:
-    if not execution.compile:
-        return layers.model
-    support.require(support.compile_problem(layers.spec.device), "model.compile=true")
-    layers.model.set_attn_implementation(OPAQUE)
-    # Layers differ in integer attributes: without this each layer is compiled separately, and
-    # layers beyond torch's limit of eight are not compiled at all.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    # Row counts vary between uncaptured passes; captured ones have few shapes.
-    compiled: Callable[..., Any] = torch.compile(layers.model, dynamic=None)
-    return compiled
 
 
 def _captures(graphs: str, device: torch.device) -> bool | None:

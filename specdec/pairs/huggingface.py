@@ -26,10 +26,9 @@ from specdec.models.eagle_loading import HeadFiles, load_head, untrained_head
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
-from specdec.models.loading import DTYPES
+from specdec.models.loading import DTYPES, sharded
 from specdec.models.onnx.support import problem as onnx_problem
-from specdec.models.packing import packed_bytes, round_weights
-from specdec.models.quantize import num_bytes, quantize, sharded
+from specdec.models.packing import num_bytes, round_weights
 from specdec.models.runner import ModelRunner, check_family
 from specdec.models.slicing import final_norm
 from specdec.models.vocabulary import TRANSLATED, Vocabulary
@@ -112,13 +111,8 @@ class HuggingFacePair(ModelPair):
         )
 
     def quantised(self, model: PreTrainedModel, name: str) -> PreTrainedModel:
-        if self.options.backend != "onnx":
-            return quantize(model, self.options.format_of(name))
         bits = self.options.bits_of(name)
         return round_weights(model, bits) if bits else model
-
-    def plain_model(self, name: str) -> PreTrainedModel:
-        return self.model(name)
 
     @cached_property
     def backend(self) -> str:
@@ -164,11 +158,7 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        models = {name: (self.model(name), self.options.bits_of(name)) for name in self.names}
-        return {
-            name: packed_bytes(model, bits) if bits else num_bytes(model)
-            for name, (model, bits) in models.items()
-        }
+        return {n: num_bytes(self.model(n), self.options.bits_of(n)) for n in self.names}
 
     @cached_property
     def head_cost(self) -> float:
@@ -185,7 +175,7 @@ class HuggingFacePair(ModelPair):
     def share(
         self, name: str, group: Collective, layers: tuple[int, int] | None = None
     ) -> PreTrainedModel:
-        return sharded(self.plain_model(name), group, self.options.format_of(name))
+        return sharded(self.model(name), group)
 
     def stage(
         self,
@@ -227,7 +217,6 @@ class HuggingFacePair(ModelPair):
             execution = Execution(
                 graphs=options.graphs,
                 kernels=options.kernels,
-                compile=options.compile,
                 backend=self.backend,
                 bits=options.bits_of(name),
                 exact=exact,

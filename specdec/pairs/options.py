@@ -23,7 +23,6 @@ _PLAIN = {
     "attention": ("auto", "dense"),
     "graphs": ("off",),
     "kernels": ("torch",),
-    "compile": (False,),
     "quantization": ("none",),
 }
 """Option -> values with which a pass is PyTorch's own, with dense attention."""
@@ -49,9 +48,9 @@ class ModelOptions:
         dtype: of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
         device: a torch device; auto: the GPU if there is one.
         attention: a value of ``specdec.attention.backends.Attention``, or auto.
-        graphs, kernels, compile: see ``specdec.models.execution.Execution``.
-        quantization: a value of ``specdec.models.quantize.Quantization``, for all models; with
-            ``draft_`` before it for all but the target.
+        graphs, kernels: see ``specdec.models.execution.Execution``.
+        quantization: of the weights in sessions of ONNX Runtime, for all models; with ``draft_``
+            before it for all but the target.
         head_bits: of a weight in the matrices of an EAGLE head in ONNX Runtime; None: float32.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
             each.
@@ -62,10 +61,9 @@ class ModelOptions:
 
     dtype: OwnDtype = "auto"
     device: Device = "auto"
-    attention: Literal["auto", "dense", "two_level", "triton", "flash"] = "auto"
+    attention: Literal["auto", "dense", "triton", "flash"] = "auto"
     graphs: Literal["off", "auto", "cuda", "replay"] = "off"
     kernels: Literal["torch", "triton", "packed"] = "torch"
-    compile: bool = False
     quantization: Literal["none", "int8", "int4", "draft_int8", "draft_int4"] = "none"
     head_bits: Literal[4, 8] | None = None
     backend: Literal["eager", "onnx", "auto"] = "eager"
@@ -77,15 +75,15 @@ class ModelOptions:
         special = self.special()
         special += [("backend", "onnx", "eager")] if self.backend == "onnx" else []
         for name, value, plain in special if self.exact else ():
-            if name == "quantization" and self.backend == "onnx":
-                raise UserError(
-                    f"model.quantization={value} gives a row other bits in passes of other numbers"
-                    " of rows (docs/backends.md), which model.exact=true forbids: use"
-                    " model.quantization=none with model.backend=eager, or model.exact=false"
-                )
             raise UserError(
                 f"model.{name}={value} is not proved to give a row the same bits in every pass,"
                 f" which model.exact=true needs: use model.{name}={plain}, or model.exact=false"
+            )
+        if self.quantization != "none" and self.backend != "onnx":
+            raise UserError(
+                f"model.quantization={self.quantization} rounds the weights of ONNX Runtime's"
+                f" sessions, and model.backend={self.backend}: use model.backend=onnx, or"
+                " model.quantization=none"
             )
 
     def special(self) -> list[tuple[str, str, str]]:
@@ -96,23 +94,17 @@ class ModelOptions:
             if (value := getattr(self, name)) not in plain
         ]
 
-    def format_of(self, name: str) -> str:
-        only, _, kind = self.quantization.rpartition("_")
-        return "none" if only and name == "target" else kind
-
     def bits_of(self, name: str) -> int | None:
+        """Returns the bits of a model's weights in ONNX Runtime; None: float32."""
+        only_drafts, _, kind = self.quantization.rpartition("_")
         # Heads of exits have weights of their own, which are not rounded.
-        kind = "none" if self.backend != "onnx" or name == "exit" else self.format_of(name)
-        return _BITS[kind]
+        return None if name == "exit" or (only_drafts and name == "target") else _BITS[kind]
 
     def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
         """Chooses what runs the passes; ``reasons`` state why ONNX Runtime cannot run a model
         (None: it can).
         """
-        # "auto" does not choose onnx for quantised models: a tensor-parallel group would run the
-        # same models with torchao's weights, which are others.
-        has = ("quantization",) if self.backend == "onnx" else ()
-        options = [f"{name}={value}" for name, value, _ in self.special() if name not in has]
+        options = [f"{n}={value}" for n, value, _ in self.special() if n != "quantization"]
         options += ["exact=true"] if self.exact else []
         problems = [*reasons, *(f"it has no model.{option}" for option in options)]
         reason = next(filter(None, problems), None)

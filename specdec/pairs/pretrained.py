@@ -25,8 +25,6 @@ from specdec.models.loading import (
     torch_dtype,
     weight_bytes,
 )
-from specdec.models.quantize import Quantization, num_bytes, quantize
-from specdec.models.slicing import layers_name
 from specdec.models.vocabulary import Vocabulary
 from specdec.pairs.huggingface import HuggingFacePair
 from specdec.pairs.options import ModelOptions, with_flat_options
@@ -125,17 +123,15 @@ class PretrainedPair(HuggingFacePair):
         layers: tuple[int, int] | None = None,
         group: Collective | None = None,
     ) -> PreTrainedModel:
-        bits = self.options.bits_of(name)
         loaded = load_model(
             self._info(name),
             dtype=self.dtype,
             device=self.device,
             layers=layers,
             group=group,
-            quantization=Quantization.NONE if bits else self.options.format_of(name),
             loaded_before=self._weights,
         )
-        return self.quantised(loaded, name) if bits else loaded
+        return self.quantised(loaded, name)
 
     def vocabulary(self, name: str) -> Vocabulary:
         info = self._info(name)
@@ -172,10 +168,10 @@ class PretrainedPair(HuggingFacePair):
 
     @cached_property
     def weight_bytes(self) -> Mapping[str, int]:
-        """Bytes of each model's weights, by name; quantised layers are taken to shrink as much as
-        the middle one does, which alone is loaded.
-        """
-        sizes = {name: self._bytes(name, info) for name, info in self._infos.items()}
+        sizes = {
+            name: weight_bytes(info, self.dtype, self.options.bits_of(name))
+            for name, info in self._infos.items()
+        }
         if self._eagle is not None and (head := self.eagle_files) is not None:
             num = head.num_weights + head.num_shared(self.info.vocab_size)
             sizes["eagle"] = num * torch_dtype(self.dtype).itemsize
@@ -187,20 +183,6 @@ class PretrainedPair(HuggingFacePair):
         if self.backend == "onnx":
             needed += sum(weight_bytes(info, self.dtype) for info in self._infos.values())
         return needed
-
-    def _bytes(self, name: str, info: ModelInfo) -> int:
-        bits, kind = self.options.bits_of(name), self.options.format_of(name)
-        plain = weight_bytes(info, self.dtype, bits)
-        if bits or kind == Quantization.NONE:
-            return plain
-        number = info.num_layers // 2
-        one = (number, number + 1)
-        part = load_model(info, dtype=self.dtype, device=self.device, layers=one)
-        layers = part.get_submodule(layers_name(part))
-        in_layers, in_one = num_bytes(layers), num_bytes(layers.get_submodule(str(number)))
-        quantize(part, kind)
-        share = num_bytes(layers.get_submodule(str(number))) / in_one
-        return plain - in_layers + round(in_layers * share)
 
     @cached_property
     def shared_bytes(self) -> Mapping[str, int]:

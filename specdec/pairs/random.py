@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from specdec.errors import UserError
 from specdec.models.eagle import EagleHead
 from specdec.models.eagle_loading import fit_head
-from specdec.models.quantize import Quantization
 from specdec.models.random import random_model, window_options
 from specdec.models.vocabulary import (
     TRANSLATED,
@@ -111,10 +110,6 @@ class RandomPair(HuggingFacePair):
         num = len(described["model"]["merges"])
         return other_tokenizer(described, merges=num - num // 4, joined=num // 4)
 
-    def plain_model(self, name: str) -> PreTrainedModel:
-        plain = self.options.quantization == Quantization.NONE
-        return self.model(name) if plain else self._created(name)
-
     def _created(self, name: str) -> PreTrainedModel:
         """Creates a model; draft and middle have the target's first layers, so proposals are often
         right and often wrong. The draft with another tokenizer is renumbered, without some tokens,
@@ -126,7 +121,9 @@ class RandomPair(HuggingFacePair):
             return super().new_model(name)  # raises
         model = self._make(self._layers[name])
         if name != "target":
-            model.load_state_dict(self.plain_model("target").state_dict(), strict=False)
+            rounded = self.options.bits_of("target") is not None
+            target = self._created("target") if rounded else self.target
+            model.load_state_dict(target.state_dict(), strict=False)
         return model
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:

@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 
 from specdec.errors import UserError
 from specdec.metrics.results import RequestResult, RunTotals
-from specdec.models.quantize import num_bytes
+from specdec.models.packing import num_bytes
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.parts.fields import Count, Share, validated
 from specdec.runs.runners import OneByOne, TokenPrompt, emit, result_of

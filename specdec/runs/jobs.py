@@ -488,8 +488,6 @@ def limits(config: Mapping[str, Any], device: str) -> list[str]:
     options = [f"model.graphs={graphs}"] if captures else []
     if model.get("kernels", "torch") != "torch":
         options.append(f"model.kernels={model['kernels']}")
-    if model.get("compile"):
-        options.append("model.compile=true")
     unused = f"{', '.join(options)}: not used"
     if not options:
         return []

@@ -27,7 +27,7 @@ class Background(WrappedSource):
     def __init__(self, *, source: TokenSource, free_rank: int) -> None:
         super().__init__(source)
         self.model, self.caveat = source.model, source.caveat
-        self.members, self.cheap = source.members, source.cheap
+        self.members = source.members
         self._rank = free_rank
         self._wakeup: threading.Event | None = None
         self._results: dict[Ticket, Future[Candidates]] = {}

@@ -58,45 +58,11 @@ class Cut:
         return full[entries] if self.dim == 0 else full[:, entries]
 
 
-def even(total: int, *, rank: int, size: int, unit: int = 1) -> Piece:
-    """Returns one rank's part of an even split, in whole units of ``unit`` entries; the last parts
-    are padded with zeros.
-    """
-    total //= unit
+def even(total: int, *, rank: int, size: int) -> Piece:
+    """Returns one rank's part of an even split; the last parts are padded with zeros."""
     width = -(-total // size)
     start, stop = min(rank * width, total), min((rank + 1) * width, total)
-    return Piece(start, stop, width - (stop - start)).times(unit)
-
-
-@dataclass(frozen=True, slots=True)
-class WholeGroups:
-    pieces: tuple[Piece, ...]  # the extended share
-    # int64[extended size], index of each entry in the original share; the size of that share for
-    # entries that it lacks
-    source: Tensor
-
-
-def whole_groups(pieces: Sequence[Piece], total: int, group_size: int) -> WholeGroups | None:
-    """Extends a share to whole groups of ``group_size`` entries; None without groups (0), or if it
-    consists of whole groups and groups of zeros already.
-    """
-    if not group_size:
-        return None
-    runs = [part for p in pieces for part in (torch.arange(p.start, p.stop), -torch.ones(p.pad))]
-    entries = torch.cat(runs).long()  # -1: zeros
-    if not len(entries) % group_size:
-        groups = entries.view(-1, group_size)
-        first = groups[:, :1] - groups[:, :1] % group_size
-        whole = (groups == first + torch.arange(group_size)).all(1)
-        if (whole | (groups == -1).all(1)).all():
-            return None
-    held = entries >= 0
-    source = torch.full((total,), len(entries))
-    source[entries[held]] = torch.arange(len(entries))[held]
-    # A share of zeros alone gets a group that it does not use.
-    numbers = torch.unique(entries[held] // group_size) if held.any() else torch.zeros(1).long()
-    extended = [Piece(number, number + 1, 0).times(group_size) for number in numbers.tolist()]
-    return WholeGroups(tuple(extended), source.view(-1, group_size)[numbers].flatten())
+    return Piece(start, stop, width - (stop - start))
 
 
 @dataclass(frozen=True, slots=True)

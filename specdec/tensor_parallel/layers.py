@@ -65,20 +65,10 @@ class RowLinear(_Share):
     group: Collective
     split: Piece | None = None
     """The share of the inputs if every rank receives all of them; None if they arrive sharded."""
-    source: Tensor | None
-    """int64[extended share], see ``WholeGroups``; None if no inputs were added to the share."""
-
-    def __init__(self, module: Any, cuts: Mapping[str, Cut], source: Tensor | None = None) -> None:
-        super().__init__(module, cuts)
-        if source is not None and not module.weight.is_meta:
-            source = source.to(module.weight.device)
-        self.register_buffer("source", source, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.split is not None:
             hidden = hidden[..., self.split.start : self.split.stop]
             hidden = pad(hidden, (0, self.split.pad)) if self.split.pad else hidden
-        if self.source is not None:
-            hidden = pad(hidden, (0, 1))[..., self.source]  # zeros for inputs of other ranks
         output = self.group.add(self._product(hidden, None))
         return output if self.bias is None else output + self.bias

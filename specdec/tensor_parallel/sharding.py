@@ -9,14 +9,14 @@ transformers, and our own for families without one. Styles have transformers' na
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.tensor_parallel.collective import Collective
-from specdec.tensor_parallel.cuts import Cut, HeadSplit, Piece, even, whole_groups
+from specdec.tensor_parallel.cuts import Cut, HeadSplit, Piece, even
 from specdec.tensor_parallel.layers import ColumnLinear, RowLinear
 
 _KEY_VALUE = ("k_proj", "v_proj")
@@ -41,19 +41,10 @@ _OPT = {
 _OWN: Mapping[str, Mapping[str, str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2, "opt": _OPT}
 
 
-def _no_groups(_: int) -> int:
-    return 0
-
-
-def shard_modules(
-    model: PreTrainedModel, group: Collective, group_size: Callable[[int], int] = _no_groups
-) -> dict[str, Cut]:
+def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
     """Replaces a model's linear layers in place by shares with weights on the meta device.
 
-    ``group_size`` maps the number of inputs of a whole matrix to the size of groups that must not
-    be divided, because they share a quantisation scale (0: none); a share of heads that would
-    divide one gets the whole group, and zeros as the activations of the other heads. Returns
-    parameter name -> share, which the caller must assign.
+    Returns parameter name -> share, which the caller must assign.
     """
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):
@@ -63,15 +54,14 @@ def shard_modules(
         outputs, inputs = weight.T.shape if transposed else weight.shape
         share: ColumnLinear | RowLinear
         if style in (COLUMN, GATHERED):
-            pieces = _pieces(model, path, outputs, style, group, group_size)
+            pieces = _pieces(model, path, outputs, style, group)
             own = {"weight": Cut(int(transposed), pieces), "bias": Cut(0, pieces)}
             share = ColumnLinear(module, own)
             share.gathered = (group, outputs) if style == GATHERED else None
         else:
-            pieces = _pieces(model, path, inputs, style, group, group_size)
-            whole = whole_groups(pieces, inputs, group_size(inputs))
-            own = {"weight": Cut(int(not transposed), pieces if whole is None else whole.pieces)}
-            share = RowLinear(module, own, None if whole is None else whole.source)
+            pieces = _pieces(model, path, inputs, style, group)
+            own = {"weight": Cut(int(not transposed), pieces)}
+            share = RowLinear(module, own)
             share.group, share.split = group, pieces[0] if style == SPLIT else None
         cuts |= {f"{path}.{n}": cut for n, cut in own.items() if getattr(module, n) is not None}
         model.set_submodule(path, share)
@@ -79,12 +69,7 @@ def shard_modules(
 
 
 def _pieces(
-    model: PreTrainedModel,
-    path: str,
-    total: int,
-    style: str,
-    group: Collective,
-    group_size: Callable[[int], int],
+    model: PreTrainedModel, path: str, total: int, style: str, group: Collective
 ) -> tuple[Piece, ...]:
     if style in (COLUMN, ROW) and ("attn" in path or "attention" in path):
         config = model.config.get_text_config()
@@ -97,8 +82,7 @@ def _pieces(
         if path.endswith(_KEY_VALUE):
             return tuple(piece.times(total // num_kv_heads) for piece in heads.key_value)
         return tuple(piece.times(total // num_heads) for piece in heads.query)
-    unit = 1 if style == GATHERED else group_size(total) or 1
-    return (even(total, rank=group.rank, size=group.size, unit=unit),)
+    return (even(total, rank=group.rank, size=group.size),)
 
 
 def planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from specdec.device import Probs, RemoteProbs, SupportProbs, on_host
+from specdec.device import Probs, SupportProbs, on_host
 from specdec.interfaces import Verifier
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import inverse_cdf
@@ -79,8 +79,6 @@ def _judge(request: RequestState, draws: KeyedDraws, slot: int) -> Choice:
 
 def _prob_of(probs: Probs, token: int) -> float:
     """Returns the probability of a token in one row; 0 beyond the row's vocabulary."""
-    if isinstance(probs, RemoteProbs):
-        return float(probs.of(token))
     if isinstance(probs, SupportProbs):
         return float(probs.values[probs.ids == token].sum())
     row = on_host(probs)

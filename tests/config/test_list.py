@@ -15,7 +15,7 @@ from tests.matrix.cells import option
 STEPS = 5  # between the steps of the two numbers of nodes that are compared
 
 
-WITHOUT_ROWS = {"adaptive", "amusd", "dsi", "flowspec", "pearl", "pipespec", "ssd", "staged_tree"}
+WITHOUT_ROWS = {"adaptive", "amusd", "dsi", "flowspec", "pearl", "pipespec", "ssd"}
 """Policies whose number of rows is none of their keys."""
 
 

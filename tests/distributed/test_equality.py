@@ -12,11 +12,9 @@ from itertools import product, zip_longest
 from typing import Any
 
 import pytest
-import torch
 
 from specdec.distributed import GroupHandle
 from specdec.distributed.executor import DistributedExecutor
-from specdec.distributed.kept_rows import KeptRows, Query
 from specdec.errors import UserError
 from specdec.executors.stage import split_layers
 from specdec.metrics import RequestResult
@@ -59,6 +57,9 @@ COMPOSITIONS: list[tuple[str, int, str, dict[str, Any]]] = [
     ("specpipe", 2, "t06", {"executor__groups": [2, 1], "executor__split": "balanced"}),
     ("specpipe", 3, "no_repeat4", {}),  # the last rank rebuilds paths from rows
     ("speculative", 3, "t08", {"verifier": rejection()}),
+    # Without filters: whole distributions come with the answers.
+    ("specinfer", 2, "t08", {"batch_size": 2, "verifier": rejection(), "sampling__top_p": 1.0}),
+    ("speculative", 3, "t08", {"batch_size": 2, "verifier": rejection(), "sampling__top_p": 1.0}),
     *(  # exits of the first rank, a later one, the last one, or two ranks
         (strategy, stages, "t06", {**HEAD, "batch_size": 2, "model__exit_layer": layer})
         for stages in (2, 3)
@@ -127,39 +128,6 @@ def test_eight_processes() -> None:
             same(config(strategy, 8, "t06"))
     finally:
         handle.release()
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("strategy", "stages"),
-    [("speculative", 1), ("speculative", 3), ("specinfer", 2), ("specpipe", 2), ("specpipe", 3)],
-)
-def test_whole_distributions_stay_on_the_last_rank(
-    strategy: str, stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 asks for a node's row only where it has rejected the node's first child."""
-    asked: list[bool] = []
-    reply = KeptRows.reply
-
-    def counting(self: KeptRows, query: Query) -> torch.Tensor:
-        asked.append(query.tokens is None)
-        return reply(self, query)
-
-    monkeypatch.setattr(KeptRows, "reply", counting)
-    keys = {"sampling__top_p": 1.0, "verifier": rejection(), "batch_size": 2}
-    if strategy == "specpipe":
-        keys |= {"policy__width": 1, "policy__children": 1}
-    values = config(strategy, stages, "t08", **keys)
-    same(values)
-    results = run(values)[0].values()
-    # A first child that is rejected before its sibling is accepted is not in the counters, so that
-    # trees with siblings have a looser bound.
-    counters = [r.counters for r in results]
-    rejected = sum(c.verified - (strategy != "specinfer") * c.accepted for c in counters)
-    rows = sum(asked) // 2  # it ran twice
-    assert 0 < rows <= rejected
-    # Whole trees: children's probabilities come with the answers. Otherwise rank 0 asks for them.
-    assert all(asked) == (strategy != "specpipe")
 
 
 def check_cancelling(steps: range) -> None:

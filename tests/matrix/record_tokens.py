@@ -52,7 +52,6 @@ SMALL = {
 """Keys of executors, where they have them and they are not null."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
-    "two_level": {"attention": "two_level"},
     "exact": {"exact": True},
     "replay": {"graphs": "replay"},
     "packed": {"kernels": "packed", "dtype": "float32"},

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec.attention import backends
 from specdec.attention.backends import masked_lse
-from specdec.clocks.meter import Meter
-from specdec.models.random import random_model
-from specdec.models.runner import ModelRunner
-from tests.trees import grown
 
 
 def test_attention_with_its_log_sum_exp():
@@ -25,17 +20,3 @@ def test_attention_with_its_log_sum_exp():
     out, lse = masked_lse(query, *stored, ~hidden, None)
     assert (out - scores.softmax(-1) @ value).abs().max() < 1e-13
     assert (lse - scores.logsumexp(-1)).abs().max() < 1e-13
-
-
-def test_two_level_is_taken(monkeypatch):
-    """Only ``two_level`` calls the two-level implementation, in each layer of the tree's pass."""
-    model = random_model("llama", num_layers=2)
-    calls = []
-    original = backends.two_level_attention
-    monkeypatch.setattr(
-        backends, "two_level_attention", lambda *a: calls.append(a[3].split) or original(*a)
-    )
-    for kind, expected in (("dense", 0), ("two_level", 2)):
-        runner = ModelRunner(model=model, name="target", meter=Meter(), attention=kind)
-        runner.forward([grown(runner, runner.new_cache(8))])
-        assert sum(split > 0 for split in calls) == expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,10 @@ import torch
 from specdec.attention.exact import BLOCK, Context, exact_attention
 from specdec.attention.tree_attention import BlockPool, ScoreOptions, capped_attention
 from specdec.clocks.meter import Meter
-from specdec.models.backends import exact
 from specdec.models.backends.exact import Operator, Setting, proved_counts
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
-from specdec.models.quantize import sharded
+from specdec.models.loading import sharded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.tensor_parallel import collective
@@ -170,44 +167,6 @@ def test_numbers_of_rows_that_differ_are_not_used():
         return rows * (1.0 if len(rows) >= 8 else 1.0 + 2**-20)
 
     assert proved_counts([_operator(by_number)], SETTING) == (8, 16, 32, 64)
-
-
-def test_proofs_on_disk_serve_another_process(tmp_path, monkeypatch):
-    """Not for another processor, other variables of a library, or an operator of the user's."""
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    calls = []
-
-    def counted(rows, start):
-        calls.append(len(rows))
-        return rows
-
-    def trials(*, on_disk=True):
-        exact._PROVED.clear()  # as in a new process
-        done = len(calls)
-        operator = replace(_operator(counted, "kept"), on_disk=on_disk)
-        assert proved_counts([operator], SETTING) == (1, 2, 4, 8, 16, 32, 64)
-        return len(calls) - done
-
-    assert trials()
-    assert not trials()
-    assert trials(on_disk=False)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert trials()
-    assert not trials()
-    monkeypatch.setattr(exact, "_processor", lambda: "another")
-    assert trials()
-    for path in (tmp_path / "row_counts").iterdir():
-        path.write_text("[", encoding="utf-8")
-    assert trials()
-    monkeypatch.setenv("SPECDEC_CACHE", "/dev/null/nowhere")
-    assert trials()
-
-
-def test_operators_of_torch_are_kept_on_disk_and_changed_ones_are_not():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
-    model[1].forward = lambda rows: rows
-    kept = {o.name: o.on_disk for o in exact.module_operators(model, SETTING)}
-    assert kept == {"linear 8 x 16": True, "linear 16 x 8": False}
 
 
 def test_unequal_numbers_of_a_group_are_intersected():

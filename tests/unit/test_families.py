@@ -45,7 +45,7 @@ WINDOWED = {
 }
 CASES = [(family, {}) for family in sorted(CERTIFIED)] + sorted(WINDOWED.items())
 LAYERS = 3
-RUNS = [((0, 3), "dense"), ((0, 3), "two_level"), ((0, 1, 3), "dense"), ((0, 1, 2, 3), "dense")]
+RUNS = [((0, 3), "dense"), ((0, 1, 3), "dense"), ((0, 1, 2, 3), "dense")]
 
 
 def _attention64(module, query, key, value, attention_mask, scaling=None, softcap=None, **unused):

@@ -12,7 +12,7 @@ from experiments.gpu.passes import NODE_COUNTS
 from experiments.gpu.requirements import verdicts
 from experiments.gpu.shapes import LLAMA3_8B, SMOKE_DRAFT, SMOKE_TARGET, random_llama
 from experiments.gpu.strategies import REPLAYED, TRAINED
-from specdec.models.quantize import num_bytes
+from specdec.models.packing import num_bytes
 
 
 @pytest.mark.slow

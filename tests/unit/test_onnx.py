@@ -192,7 +192,6 @@ def test_unsupported_models_are_refused(family, options, reason):
     [
         ({"dtype": "float64"}, "float32 only, not in float64"),
         ({"graphs": "replay"}, "it has no model.graphs=replay"),
-        ({"attention": "two_level"}, "it has no model.attention=two_level"),
         ({"family": "gpt2"}, "it has no graphs of gpt2 models"),
     ],
 )

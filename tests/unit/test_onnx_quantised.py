@@ -12,7 +12,7 @@ from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.models.execution import Execution
 from specdec.models.onnx import graph as onnx_graph
-from specdec.models.packing import BLOCK, packed, packed_bytes, round_weights, rounded
+from specdec.models.packing import BLOCK, num_bytes, packed, round_weights, rounded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.pairs.random import build_random
@@ -62,7 +62,7 @@ def test_passes_are_those_of_the_rounded_weights(bits, options):
     assert 0.0 < (found - expected).abs().max() < 0.1 * expected.abs().max()
     table = model.get_input_embeddings().weight
     assert not torch.equal(model.get_output_embeddings().weight, table)  # embeddings stay float32
-    assert packed_bytes(model, bits) < sum(p.numel() * 4 for p in model.parameters())
+    assert num_bytes(model, bits) < sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_planted_faults_are_refused(monkeypatch):
@@ -109,13 +109,9 @@ def test_tokens_equal_plain_decoding_up_to_ties(kind):
     assert check.detail.startswith("int") == (kind[0] == "i")
 
 
-def test_exact_is_refused():
-    with pytest.raises(UserError, match="other bits in passes of other numbers of rows"):
+def test_refusals_name_the_remedy():
+    with pytest.raises(UserError, match=r"quantization=int4 is not proved.*model.exact=false"):
         build_random(**PAIR, quantization="int4", exact=True)
-
-
-def test_auto_runs_quantised_models_eagerly():
-    """Shares of a tensor-parallel group have torchao's weights, and so must plain decoding."""
-    pair = build_random(**{**PAIR, "backend": "auto"}, quantization="draft_int8")
-    assert pair.options.onnx_or_eager([None]) == "eager"
-    assert pair.options.bits_of("draft") is None
+    for backend in ("eager", "auto"):
+        with pytest.raises(UserError, match=r"quantization=draft_int8 .*use model.backend=onnx"):
+            build_random(**{**PAIR, "backend": backend}, quantization="draft_int8")

@@ -2,17 +2,13 @@
 
 import gc
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from specdec.config.hydra import compose_config
-from specdec.kernels import packed
 from specdec.kernels.packed import DTYPES, PackedLinear, pack, packed_problem
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
@@ -82,20 +78,3 @@ def test_every_linear_layer_is_replaced() -> None:
     assert pack(model) == 2
     assert not list(model.parameters())
     assert torch.allclose(model(hidden), expected, atol=1e-5)
-
-
-@pytest.mark.skipif(not packed._MAPS.exists(), reason="no /proc")
-def test_the_plain_weights_of_a_checkpoint_leave_memory(tmp_path: Path) -> None:
-    """But not their values, which are read again from the file."""
-    plain = nn.Linear(2048, 2048, bias=False).requires_grad_(False)
-    path = tmp_path / "model.safetensors"
-    save_file({"weight": plain.weight}, path)
-    with safe_open(path, "pt") as file:
-        mapped = file.get_tensor("weight")
-    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
-    model[0].weight = nn.Parameter(mapped, requires_grad=False)
-    start = mapped.data_ptr()
-    assert any(start in file for file in packed._mapped_files())
-    assert not any(plain.weight.data_ptr() in file for file in packed._mapped_files())
-    pack(model)
-    assert torch.equal(mapped, plain.weight)

@@ -69,9 +69,7 @@ def test_html_shows_the_sources() -> None:
     )
 
 
-def test_staged_trees_name_both_levels() -> None:
-    words = ["strategy=staged", "policy=staged_tree"]
-    assert origin_names(run_job_of(words).config) == {-1: "target", 0: "draft model", 1: "n-gram"}
+def test_origins_are_named() -> None:
     mixture = origin_names(run_job_of(["strategy=mixture"]).config)
     assert mixture == {-1: "target", 0: "prompt lookup", 1: "draft model"}
 

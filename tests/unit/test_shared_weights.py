@@ -12,7 +12,6 @@ from specdec.models.random import random_model
 from specdec.pairs import PretrainedPair
 from specdec.tensor_parallel.collective import Collective
 from tests.pretrained import pretrained
-from tests.stored import stored_parts
 
 LAYERS = 4
 ROWS = 5
@@ -28,11 +27,10 @@ def folder(tmp_path_factory):
 def memory(models) -> int:
     """Bytes of the parameters of all models, shared ones once."""
     storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
         for model in models
         for parameter in model.parameters()
-        for part in stored_parts(parameter)
-        if not part.is_meta
+        if not parameter.is_meta
     }
     return sum(storages.values())
 

@@ -7,9 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-import torch
 
-from specdec.attention import support
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.backends.graphs import COLUMN_COUNTS
@@ -110,76 +108,10 @@ def test_refusals_name_the_remedy():
         _runner(model, Execution(graphs="always"))
     with pytest.raises(UserError, match=r"model.graphs=cuda needs a CUDA device.*replay"):
         _runner(model, Execution(graphs="cuda"))
-    with pytest.raises(UserError, match=r"two_level.*use model.attention=flash or dense"):
-        _runner(model, attention="two_level")
     with pytest.raises(UserError, match=r"model.kernels=cutlass is unknown"):
         _runner(model, Execution(kernels="cutlass"))
     eager = _runner(model, Execution(graphs="auto")).backend  # there is no CUDA device
     assert type(eager) is Eager
-
-
-def test_compiled_passes(monkeypatch):
-    """torch.compile goes around the attention; tracing it is slow, generating code slower still."""
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **k: compiled(*a, backend="eager", **k))
-    monkeypatch.setattr(support, "compile_problem", lambda device: None)
-    model = random_model("llama", dtype="float64", num_layers=1)
-    plain = _runner(model, Execution())
-    found = []
-    for runner in (plain, _runner(model, Execution(graphs="replay", compile=True))):
-        rows = grown(runner, runner.new_cache(8), prefix=9, nodes=4)
-        found.append(runner.forward([rows]).logits)
-    assert (found[0] - found[1]).abs().max() < 1e-12
-
-
-def test_every_layer_of_a_deep_model_is_compiled(monkeypatch):
-    """torch compiles at most eight variants of a function; each layer index would be one."""
-    ran: list[int] = []
-
-    def backend(graph, inputs):
-        def run(*values):
-            ran.append(len(graph.graph.nodes))
-            return graph(*values)
-
-        return run
-
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **k: compiled(*a, backend=backend, **k))
-    monkeypatch.setattr(support, "compile_problem", lambda device: None)
-    found = []
-    for num_layers in (2, 10):
-        runner = _runner(random_model("llama", num_layers=num_layers), Execution(compile=True))
-        rows = grown(runner, runner.new_cache(8), nodes=9)  # the prompt's pass compiles
-        del ran[:]
-        runner.forward([rows])
-        found.append(len(ran))
-        torch.compiler.reset()
-    per_layer = (found[1] - found[0]) / 8
-    assert per_layer == int(per_layer) > 2  # none fell back to running as it is
-
-
-@pytest.mark.exhaustive
-def test_compiled_passes_by_the_default_backend():
-    """Generated code computes sine and cosine differently, in float32 as in this family."""
-    problem = support.compile_problem("cpu")
-    if problem is not None:
-        pytest.skip(problem)
-    model = random_model("llama", dtype="float64", num_layers=1)
-    found = []
-    for runner in (_runner(model, Execution()), _runner(model, Execution(compile=True))):
-        rows = grown(runner, runner.new_cache(8), prefix=9, nodes=4)
-        found.append(runner.forward([rows]).logits)
-    assert found[0].abs().max() > 0.0
-    assert (found[0] - found[1]).abs().max() < 1e-5
-
-
-def test_compilation_without_a_compiler_is_refused_at_once(monkeypatch):
-    model = random_model("llama", num_layers=1)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"compile=true cannot run here.*no-such-compiler.*CXX"):
-        _runner(model, Execution(compile=True))
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
-    assert "pip install triton" in support.compile_problem("cuda")
 
 
 @pytest.mark.gpu

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from specdec.clocks.meter import Meter
 from specdec.distributed.transport import RankCollective, gloo_group
 from specdec.models.inspection import CERTIFIED
-from specdec.models.loading import load_model
-from specdec.models.quantize import sharded
+from specdec.models.loading import load_model, sharded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.tensor_parallel import collective

@@ -20,7 +20,7 @@ SHARES = ["executor=pipeline", "executor.target_degree=2", "executor.transport=d
     [
         (["model.graphs=auto"], "cpu", []),  # auto captures nothing here
         (["model.graphs=auto", *SHARES], "cuda:1", ["executor.target_degree=2"]),
-        (["model.compile=true", *SHARES], "cpu", ["model.compile=true: not used for shares"]),
+        (["model.kernels=packed", *SHARES], "cpu", ["model.kernels=packed: not used for shares"]),
         (["model.kernels=triton", *SHARES[:2], "clock=simulated"], "cuda", []),  # one process
         (["model.graphs=replay", "serving=paged"], "cpu", ["serving.kv_tokens="]),
         (["model.kernels=triton", "serving=paged"], "cuda", []),  # fused modules hold there

@@ -10,8 +10,7 @@ rows to a proved number. Attention takes each row's keys in the order of their p
 (``specdec.attention.exact``); activations run in pieces; rotary tables are computed for always the
 same number of rows. Plain decoding, trees, prompts and any number of requests use the same passes.
 
-Proofs are cached in the process; those of matrix products, norms and attention also in small files
-below ``SPECDEC_CACHE``, named after a digest of everything that may decide which kernel runs.
+Proofs are cached in the process.
 
 Shape letters: R rows, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -19,19 +18,12 @@ Shape letters: R rows, A rows whose logits are computed, E hidden size, V vocabu
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
-import platform
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -47,7 +39,6 @@ from specdec.attention.exact import (
 from specdec.attention.tree_attention import EMPTY, Rows, ScoreOptions, TreeCache
 from specdec.device import to_device
 from specdec.errors import UserError
-from specdec.files import cache_dir, parse_json, write_json
 from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
 from specdec.models.runner import (
@@ -68,8 +59,6 @@ _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 _DISTINCT = 1024  # distinct columns of a matrix product's sample; further columns repeat them
 _NORM_ELEMENTS = 1 << 19  # of a norm's samples
 _FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies depend on the last position
-_LIBRARIES = ("specdec", "torch", "transformers")  # a class name of these identifies its code
-_VARIABLES = ("ATEN_", "CUBLAS", "DNNL_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
 
 
 class Exact(Backend):
@@ -234,8 +223,6 @@ class Operator:
     num_rows: int  # size of the sample, at most ``MOST_ROWS``
     # ways to run rows of the sample; the first one defines the reference
     layouts: tuple[Layout, ...]
-    # whether name and key are enough to identify the operator in another process
-    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +243,8 @@ def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int,
     for operator in operators:
         key = (setting, operator.name, operator.key)
         if key not in _PROVED:
-            found = _stored_counts(key, setting.device) if operator.on_disk else None
-            if found is None:
-                with torch.inference_mode():
-                    found = tuple(_proved(operator))
-                if operator.on_disk:
-                    _store_counts(key, setting.device, found)
-            _PROVED[key] = found
+            with torch.inference_mode():
+                _PROVED[key] = tuple(_proved(operator))
         if MOST_ROWS not in _PROVED[key]:
             raise UserError(
                 f"model.exact=true cannot be kept here: {operator.name} in {_name(setting)} gives a"
@@ -341,8 +323,7 @@ def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
             continue
         seen.add(key)
         make = _linear_operator if weight.dim() == 2 else _norm_operator
-        own = "forward" in vars(module) or kind.split(".")[0] not in _LIBRARIES
-        yield replace(make(module, weight, key, setting), on_disk=not own)
+        yield make(module, weight, key, setting)
 
 
 def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
@@ -444,53 +425,4 @@ def attention_operator(
 
     name = f"attention of {num_heads} x {head_dim}"
     shape = (num_heads, num_kv_heads, head_dim)
-    return Operator(name, shape, MOST_ROWS, (prompt, tree), on_disk=True)
-
-
-# Proofs on disk.
-
-
-def _stored_counts(key: Hashable, device: torch.device) -> tuple[int, ...] | None:
-    """Returns a proof's counts; keys are compared by ``repr``, the same in every process."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found = parse_json(_path(key, device).read_bytes())
-        if found["key"] == repr(key):
-            return tuple(int(count) for count in found["counts"])
-    return None
-
-
-def _store_counts(key: Hashable, device: torch.device, counts: tuple[int, ...]) -> None:
-    proof = {"key": repr(key), "counts": list(counts), "place": _place(device)}
-    with suppress(OSError):
-        write_json(_path(key, device), proof)
-
-
-def _path(key: Hashable, device: torch.device) -> Path:
-    text = f"{_text_of_library()}\n{_place(device)}\n{key!r}"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return cache_dir() / "row_counts" / f"{digest[:32]}.json"
-
-
-def _place(device: torch.device) -> str:
-    """Describes what runs the operators: libraries, processor or GPU, environment variables."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    capability = torch.backends.cpu.get_cpu_capability()
-    steering = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_VARIABLES))
-    return " | ".join([torch.__version__, transformers.__version__, chip, capability, *steering])
-
-
-@cache
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-@cache
-def _text_of_library() -> str:
-    total = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
-        total.update(path.read_bytes())
-    return total.hexdigest()
+    return Operator(name, shape, MOST_ROWS, (prompt, tree))

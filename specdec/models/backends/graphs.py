@@ -213,11 +213,6 @@ class Graphs(Backend):
     """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
-        if eager.attention is Attention.TWO_LEVEL:
-            raise UserError(
-                "model.attention=two_level splits the context on the host, which a captured pass"
-                " cannot repeat; use model.attention=flash or dense, or model.graphs=off"
-            )
         self.layers = eager.layers
         self.arenas = Arenas(eager.layers.spec)
         self.replays = 0

@@ -17,9 +17,8 @@ from strategies.pearl import Pearl
 from strategies.pipeinfer import PipeInfer
 from strategies.specpipe_bf import PipelineBestFirst
 from strategies.ssd import Ssd
-from strategies.staged import StagedTree
 
-from .bench import READY, TableSource, children_of, new_request, new_state, run
+from .bench import READY, TableSource, new_request, new_state, run
 
 POLICIES: dict[str, Callable[[], TreePolicy]] = {
     "root": RootOnly,
@@ -46,23 +45,18 @@ POLICIES: dict[str, Callable[[], TreePolicy]] = {
     ),
     "ssd": lambda: Ssd(gamma=3, outcomes=6),
     "ssd_in_steps": lambda: Ssd(gamma=3, outcomes=6, latency=3),
-    "staged": lambda: StagedTree(inner=Chain(gamma=3), extend_leaves=2, extend_depth=3),
-    "staged_best": lambda: StagedTree(
-        inner=BestFirst(bs=6, w=3, d=3), extend_leaves=2, extend_depth=2
-    ),
 }
 
 
-def source_for(name: str, *, silent: bool = False) -> TableSource:
+def source_for(*, silent: bool = False) -> TableSource:
     """A source; a silent one knows nothing of a third of the contexts."""
     rule = (lambda c: sum(c[-2:]) % 3 == 0) if silent else (lambda c: False)
-    cheap = TableSource(table=lambda c: children_of(c, salt=1), silent=rule)
-    return TableSource(cheap=cheap if name.startswith("staged") else None, silent=rule)
+    return TableSource(silent=rule)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_rules_and_the_targets_own_output(name: str) -> None:
-    check_policy(POLICIES[name], make_source=lambda silent: source_for(name, silent=silent))
+    check_policy(POLICIES[name], make_source=lambda silent: source_for(silent=silent))
 
 
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
@@ -72,7 +66,7 @@ def test_speculation_saves_steps(name: str) -> None:
     pipelined = name.startswith(feeding) and name != "fixed_serial"
     latency = 4 if pipelined else 1
     plain = run(RootOnly(), latency=latency).steps
-    assert run(POLICIES[name](), latency=latency, source=source_for(name)).steps < 0.8 * plain
+    assert run(POLICIES[name](), latency=latency, source=source_for()).steps < 0.8 * plain
 
 
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "root"])
@@ -82,7 +76,7 @@ def test_one_source_call_per_round_for_all_requests(name: str) -> None:
     together = new_state(*(new_request(i) for i in range(5)))
     calls = []
     for state in (alone, together):
-        source, policy = source_for(name), POLICIES[name]()
+        source, policy = source_for(), POLICIES[name]()
         for step in range(3):
             nodes = policy.select(state, source)
             state.step = step
@@ -139,7 +133,6 @@ def test_serial_policies_declare_it_and_values_matter_only_for_beams() -> None:
     feeding = {"fixed", "fixed2", "pipe_best", "pipe_best1", "pipe_runs", "pipe_best_segments"}
     assert set(made) - waiting == feeding
     dependent = {name for name, policy in made.items() if policy.value_dependent}
-    staged = {name for name, policy in made.items() if isinstance(policy, StagedTree)}
     ahead = {"ahead"}  # which nodes it drafts under depends on the values
-    assert dependent == {n for n in made if "fixed" in n or "best" in n} | staged | ahead
+    assert dependent == {n for n in made if "fixed" in n or "best" in n} | ahead
     assert all(isinstance(policy, TreePolicy) for policy in made.values())

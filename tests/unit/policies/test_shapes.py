@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
-from specdec.types import Candidates, Nodes
-from strategies.staged import StagedTree
+from specdec.types import Nodes
 
 from .bench import (
     READY,
@@ -196,63 +195,3 @@ def test_ties_fall_in_slot_order() -> None:
     ]
     chosen = select_once(BestFirst(bs=4, w=2, d=2), TableSource(table=flat))
     assert chosen == [ROOT, *((*ROOT, t) for t in (9, 4, 7))]
-
-
-# Staged.
-
-
-def test_staged_extends_the_best_leaves_with_cheap_chains() -> None:
-    cheap = TableSource(table=lambda c: children_of(c, salt=1))
-    source = TableSource(cheap=cheap)
-    policy = StagedTree(inner=Static(branching=[3, 2]), extend_leaves=2, extend_depth=3)
-    state = new_state(new_request(1, ROOT))
-    nodes = policy.select(state, source)
-    inner = select_once(Static(branching=[3, 2]))
-    leaves = sorted(inner[4:], key=lambda c: -score(c, ROOT))[:2]
-    tails = [greedy_chain(leaf, 3, salt=1) for leaf in leaves]
-    chosen = chosen_contexts(nodes, state)
-    assert chosen[: len(inner)] == inner
-    assert sorted(chosen[len(inner) :]) == sorted(itertools.chain(*tails))
-    tree = state.requests[1].tree
-    slots = tree.slots(nodes.items[0][1])
-    assert tree.origins[slots].tolist() == [0] * len(inner) + [1] * 6
-    assert source.widths == [3, 2]
-    assert cheap.widths == [1, 1, 1], "the leaves' chains grow together"
-    assert not tree.expanded[tree.origins == 1].any()
-
-
-def test_staged_stops_where_the_cheap_source_has_no_candidates() -> None:
-    root_length = len(ROOT)
-    cheap = TableSource(silent=lambda c: len(c) > root_length + 3)
-    policy = StagedTree(inner=Chain(gamma=2), extend_leaves=1, extend_depth=5)
-    chosen = select_once(policy, TableSource(cheap=cheap))
-    assert chosen == [ROOT, *greedy_chain(ROOT, 4)]
-    assert len(cheap.calls) == 3
-
-
-def test_staged_extends_the_ends_of_surviving_guesses() -> None:
-    """Guesses are unexpanded; those with a child are no leaves for all that."""
-    state = new_state(new_request(1, ROOT))
-    source = TableSource(cheap=TableSource())
-    policy = StagedTree(inner=Chain(gamma=2), extend_leaves=3, extend_depth=2)
-    policy.select(state, source)
-    chosen = chosen_contexts(policy.select(state, source), state)
-    assert chosen == [ROOT, *greedy_chain(ROOT, 6)]
-
-
-def test_staged_keeps_the_distribution_that_cheap_guesses_were_sampled_from() -> None:
-    """A rejection verifier needs it under the node that the guess hangs from."""
-
-    class Sampling(TableSource):
-        def expand(self, state, nodes, k):
-            answer = super().expand(state, nodes, k)
-            probs = np.tile(np.arange(20.0), (len(nodes), 1)) + np.arange(len(nodes))[:, None]
-            return Candidates(
-                tokens=answer.tokens, logprobs=answer.logprobs, counts=answer.counts, probs=probs
-            )
-
-    policy = StagedTree(inner=Static(branching=[2]), extend_leaves=2, extend_depth=1)
-    state = new_state(new_request(1, ROOT))
-    policy.select(state, TableSource(cheap=Sampling()))
-    probs = state.requests[1].tree.draft_probs
-    assert {node_id: row[0] for node_id, row in probs.items()} == {1: 0.0, 2: 1.0}

@@ -22,7 +22,6 @@ from strategies.staged import StagedSource
 from .support import (
     VOCAB,
     commit,
-    expand,
     make_request,
     make_runner,
     make_state,
@@ -136,17 +135,3 @@ def type_nodes(state, wanted):
     from specdec.types import Nodes
 
     return Nodes(tuple((i, state.requests[i].tree.ids[slots]) for i, slots in wanted.items()))
-
-
-def test_the_cheaper_source_expands_real_nodes():
-    """``policies.StagedTree`` extends leaves by ``source.cheap``, in the ids of the real tree."""
-    staged = StagedSource(draft=make_draft(), cheap=make_draft(name="middle", model=MIDDLE))
-    alone, state = make_draft(), make_state()
-    request = open_request(state, staged, make_request(1, [3, 4, 5]))
-    alone.open(request)
-    expand(state, staged, {1: [0]}, 2)
-    request.tree.take(np.array([0, 0]), np.array([1, 0]))
-    nodes = type_nodes(state, {1: [2, 1]})
-    got, expected = staged.cheap.expand(state, nodes, 2), alone.expand(state, nodes, 2)
-    assert (got.tokens[:, :2] == expected.tokens).all()
-    assert staged.counters.by_level["middle"] > 0
