@@ -12,7 +12,6 @@ import pytest
 from specdec.cli.main import main
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
-from specdec.testing import assert_lossless, certify_overrides
 from tests.config.outside import OUTSIDE, Outside, make_folder
 
 SMALL = ["model=random", "data.limit=3", "max_new_tokens=12"]
@@ -48,19 +47,6 @@ def test_each_kind_compares(folder: Path, part: Outside) -> None:
     rows = json.loads((folder / "out" / "comparison.json").read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 2
     assert rows[1]["lossless"] is True or part.lossy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["source", "policy", "verifier", "executor", "scheduler"])
-def test_each_kind_is_certified(folder: Path, kind: str) -> None:
-    """On small random models."""
-    part, checks = OUTSIDE[kind], ["greedy_parity", "tree_invariant"]
-    words = ["model=random", *part.overrides]
-    if part.lossy:
-        report = certify_overrides(words, config_dirs=["conf"], checks=checks)
-        assert "LOSSY" in report.verdict.upper()
-    else:
-        assert_lossless(words, config_dirs=["conf"], checks=checks)
 
 
 def test_the_annotation_of_the_author_bounds_the_key(folder: Path, part: Outside) -> None:

@@ -17,6 +17,7 @@ from specdec.sources import (
     PromptLookupSource,
     RandomSource,
 )
+from specdec.types import Nodes
 from strategies.staged import StagedSource
 
 from .support import (
@@ -132,12 +133,6 @@ def test_sampled_trees_are_those_of_the_draft_alone(policy):
             np.testing.assert_allclose(row, probs[node_id], atol=1e-12)
 
 
-def type_nodes(state, wanted):
-    from specdec.types import Nodes
-
-    return Nodes(tuple((i, state.requests[i].tree.ids[slots]) for i, slots in wanted.items()))
-
-
 def test_the_cheaper_source_expands_real_nodes():
     """``policies.StagedTree`` extends leaves by ``source.cheap``, in the ids of the real tree."""
     staged = StagedSource(draft=make_draft(), cheap=make_draft(name="middle", model=MIDDLE))
@@ -146,7 +141,7 @@ def test_the_cheaper_source_expands_real_nodes():
     alone.open(request)
     expand(state, staged, {1: [0]}, 2)
     request.tree.take(np.array([0, 0]), np.array([1, 0]))
-    nodes = type_nodes(state, {1: [2, 1]})
+    nodes = Nodes(((1, request.tree.ids[[2, 1]]),))
     got, expected = staged.cheap.expand(state, nodes, 2), alone.expand(state, nodes, 2)
     assert (got.tokens[:, :2] == expected.tokens).all()
     assert staged.counters.by_level["middle"] > 0
