@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.attention.tree_attention import dense_attention
 from specdec.distributed.transport import CPU, RankCollective, wire_device
 from specdec.models.backends.graphs import capture
 from specdec.models.runner import RunnerOutput
@@ -125,17 +124,3 @@ def test_ranks_agree_where_to_meet(monkeypatch):
             assert wire_device(store, 0, range(3), HERE) == wire
             assert store["gpu/0"] == mine.encode()
         assert wire_device(_Store(), 1, (1, 3), CPU) == CPU  # nobody is asked
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_dense_attention_on_cuda(masked):
-    """Keys and values repeated for the query heads of their group give the same attention."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 6, 5, 8, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(2, 1, 2, 9, 8, generator=generator, dtype=torch.float64)
-    mask = torch.randn(5, 9, generator=generator, dtype=torch.float64) if masked else None
-    expected = dense_attention(query, key, value, mask, 0.3)
-    with emulated():
-        there = [t if t is None else t.to("cuda") for t in (query, key, value, mask)]
-        found = dense_attention(*there, 0.3).cpu()
-    assert (found - expected).abs().max() < 1e-14
