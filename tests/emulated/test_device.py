@@ -65,6 +65,17 @@ def test_a_replay_computes_anew_where_it_was_captured():
         assert len(calls) == 3  # two to warm up, one to capture
 
 
+def test_graphs_of_a_pool_share_memory():
+    """Control for the tests of outputs that outlive a replay."""
+    with emulated(), torch.inference_mode():
+        given = torch.ones(2, device="cuda")
+        one, other = (capture(lambda f=f: _computed(given * f), "pool") for f in (2, 3))
+        kept = one().hidden
+        assert kept.tolist() == [2.0, 2.0]
+        other()
+        assert kept.isnan().all().cpu()
+
+
 class _HostGroup:
     """Replaces gloo: two ranks with equal tensors, which must be on the host."""
 

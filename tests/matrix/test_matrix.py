@@ -17,14 +17,7 @@ import pytest
 
 from specdec.config.options import options
 from specdec.verifiers import MatchVerifier
-from tests.matrix.cells import (
-    AXES,
-    Cell,
-    all_cells,
-    cells,
-    fast_cells,
-    is_lossy,
-)
+from tests.matrix.cells import AXES, Cell, all_cells, cells, fast_cells, is_lossy
 from tests.matrix.outcomes import check, decide, decoded_cells, runs
 from tests.matrix.support import PAGE, page, survey
 

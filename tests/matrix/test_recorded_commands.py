@@ -9,13 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix.record_commands import (
-    COMMAND,
-    answer,
-    differences,
-    documented,
-    read,
-)
+from tests.matrix.record_commands import COMMAND, answer, differences, documented, read
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 

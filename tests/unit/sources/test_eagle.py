@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.certify.laws import (
-    FALSE_ALARM,
-    OPPOSED_TABLE,
-    TARGET_TABLE,
-)
+from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE
 from specdec.certify.subject import decode_cases, decode_steps
 from specdec.compose.workbench import Parts, Workbench
 from specdec.errors import UserError
