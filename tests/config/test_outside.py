@@ -15,6 +15,7 @@ from specdec.errors import UserError
 from tests.config.outside import OUTSIDE, make_folder
 
 SMALL = ["model=random", "data.limit=3", "max_new_tokens=12"]
+KINDS = ["source", "policy", "verifier", "executor", "scheduler", "model pair"]
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["source", "policy", "verifier", "executor", "model pair"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_compares(folder: Path, kind: str) -> None:
     """The other kinds run in tests of their own, below."""
     part = OUTSIDE[kind]

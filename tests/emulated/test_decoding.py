@@ -132,6 +132,7 @@ def test_few_numbers_of_a_row_are_copied(policy: str, verifier: str, sampling: s
         assert 0 < sum(device.to_host) <= answered * target.rows + drafted * draft.rows
         # A node whose logits are stored is expanded without a pass.
         assert len(device.to_host) <= (1 + bool(whole)) * target.passes + 2 * draft.passes
+        assert set(device.waits) == EXPECTED
 
 
 def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
