@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ if "SPECDEC_CACHE" not in os.environ:
     os.environ["SPECDEC_CACHE"] = tempfile.mkdtemp(prefix="specdec-cache-")
     atexit.register(shutil.rmtree, os.environ["SPECDEC_CACHE"], ignore_errors=True)
 
-_MATRIX: list[dict[str, Any]] = []  # one per worker of pytest-xdist
 NOT_FAST = ("slow", "gpu", "distributed", "exhaustive")
 MOST_RANKS = 5  # that a test of the suite keeps
-DECODED = "decoded"  # key of a count beside those of the kinds of outcome
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -69,29 +66,6 @@ def _group(item: pytest.Item) -> str:
     found = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     shared = any(f.scope in ("module", "class") for fs in found.values() for f in fs)
     return item.nodeid.partition("::")[0] if shared else ""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Takes over what a worker of pytest-xdist says of the matrix (tests/matrix/conftest.py)."""
-    found = getattr(node, "workeroutput", {}).get("matrix")
-    if found:
-        _MATRIX.append(found)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the workers have found, in one line; every cell is in one test, so sums are right."""
-    if _MATRIX:
-        kinds = sum((Counter(found["kinds"]) for found in _MATRIX), Counter[str]())
-        terminalreporter.section("composition matrix")
-        terminalreporter.line(matrix_line(kinds, _MATRIX[0]["cells"]))
-
-
-def matrix_line(kinds: Counter[str], num_cells: int) -> str:
-    """Size and outcome: a cell that was not run, refused or not, shows in the count."""
-    words = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds) if kind != DECODED)
-    num_found = kinds.total() - kinds[DECODED]
-    return f"{num_found} of {num_cells} cells: {words}; {kinds[DECODED]} of them decoded"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Requests, and states whose requests are live, for tests of single parts."""
+"""Requests, states whose requests are live, and results, for tests of single parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 
 from specdec.clocks import Clock, MeasuredClock
 from specdec.clocks.meter import Meter
+from specdec.metrics import RequestResult
+from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
@@ -38,3 +40,21 @@ def new_state(*requests: RequestState, seed: int = 0, clock: Clock | None = None
         request.prefill_sent = request.num_prefill
         state.requests[request.id] = request
     return state
+
+
+def new_result(
+    request_id: int, counters: RequestCounters, origins: Sequence[int] = ()
+) -> RequestResult:
+    """A finished request of one prompt token, one token per origin."""
+    return RequestResult(
+        id=request_id,
+        num_prompt=1,
+        output=(5,) * len(origins),
+        origins=tuple(origins),
+        finish_reason="length",
+        text="",
+        emitted_s=(0.0,) * len(origins),
+        arrival_s=0.0,
+        admitted_s=0.0,
+        counters=counters,
+    )

@@ -58,11 +58,14 @@ def assert_plain(outputs: dict[int, Any], wanted: Sequence[Case]) -> None:
     assert not wrong, f"not the output of plain decoding: {wrong}"
 
 
-def profile(target_ms: float, draft_ms: float) -> LatencyProfile:
-    """Constant costs: a stage and a draft pass; everything else costs nothing."""
-    costs = {"stage": target_ms, "draft": draft_ms}
-    curves = {kind: CostCurve(tokens=(1,), ms=(ms,)) for kind, ms in costs.items()}
+def priced(**costs_ms: float) -> LatencyProfile:
+    """Constant costs by kind of work; everything else costs nothing."""
+    curves = {kind: CostCurve(tokens=(1,), ms=(ms,)) for kind, ms in costs_ms.items()}
     return LatencyProfile(name="toy", costs=curves)  # type: ignore[arg-type]
+
+
+def profile(target_ms: float, draft_ms: float) -> LatencyProfile:
+    return priced(stage=target_ms, draft=draft_ms)
 
 
 def simulated(target_ms: float, draft_ms: float) -> Clock:

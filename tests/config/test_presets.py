@@ -93,16 +93,6 @@ def test_the_pinned_profile_gives_the_pinned_stage_times() -> None:
     assert curve["draft"](64) == pytest.approx(17.0)
 
 
-def test_presets_say_what_the_papers_say() -> None:
-    assert job_of("specinfer").config["policy"]["branching"] == [1, 1, 3, 1, 1, 1, 1, 1]
-    for name, width, stages in (("pipedec", 32, 14), ("specpipe", 64, 8)):
-        found = job_of(name).config
-        assert (found["policy"]["width"], found["policy"]["children"]) == (width, 16)
-        assert found["policy"]["levels_per_step"] == 1
-        assert found["executor"]["stages"] == stages
-    assert job_of("ar").config["policy"] == {"_target_": "specdec.policies.RootOnly"}
-
-
 class TestCompare:
     def test_rows_are_what_run_would_compose(self) -> None:
         rows = compose_comparison(["strategies=[ar,specpipe,hf_generate]", *RANDOM])

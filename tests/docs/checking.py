@@ -1,4 +1,7 @@
-"""Whether a command that a page shows would be taken: checked, nothing run."""
+"""Whether a command that a page shows would be taken: checked, nothing run.
+
+Of run, verify, compare, profile, list and train, tests/matrix/recorded_commands.json has every one.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,13 @@ from pathlib import Path
 
 from experiments.reproduce.command import Keys
 from experiments.reproduce.items import all_items, choose
-from specdec.cli.arguments import Arguments, read_arguments, read_values
+from specdec.cli.arguments import read_arguments, read_values
 from specdec.cli.main import _COMMANDS
 from specdec.planning.job import plan_request
 from tests.docs.blocks import ROOT, STANDS_FOR
 
 ELSEWHERE = ("torchrun", "srun", "export", "cp", "git", "cd")
 """Programs that are not ours: their lines are for other machines, or trivial."""
-
-RECORDED = ("run", "verify", "compare", "profile", "list", "train")
-"""Commands of which tests/matrix/recorded_commands.json has every one that a page shows."""
 
 
 def check(words: Sequence[str]) -> None:
@@ -34,8 +34,8 @@ def check(words: Sequence[str]) -> None:
     if program == "specdec":
         name, *rest = rest
         assert name in _COMMANDS, f"specdec has no command {name}"
-        if name not in RECORDED:
-            _SPECDEC.get(name, _check_help)(_filled(rest))
+        if name in _SPECDEC:
+            _SPECDEC[name](_filled(rest))
     elif program == "make":
         _check_make(rest)
     elif program == "python":
@@ -53,20 +53,9 @@ def _filled(words: Sequence[str]) -> list[str]:
     return [STANDS_FOR.get(word, os.path.expandvars(word)) for word in words]
 
 
-def _read(words: Sequence[str], *flags: str) -> Arguments:
-    return read_arguments(words, flags=("--cfg", *flags))
-
-
 def _check_plan(words: list[str]) -> None:
-    arguments = _read(words)
+    arguments = read_arguments(words, flags=("--cfg",))
     plan_request(arguments.overrides, arguments.config_dirs)
-
-
-def _check_trace(words: list[str]) -> None:
-    folders = [word for word in words if not re.fullmatch(r"steps=\d+-\d+", word)]
-    assert len(folders) == len(words) == 2 or len(folders) == 1, words
-    jobs = re.compile(r"[^=]+|[^=]+/strategy=\w+")  # of a sweep over strategies
-    assert all(jobs.fullmatch(str(folder)) for folder in folders), folders
 
 
 def _check_doctor(words: list[str]) -> None:
@@ -81,15 +70,9 @@ def _check_reproduce(words: list[str]) -> None:
     choose(items, all_items())
 
 
-def _check_help(words: list[str]) -> None:
-    """Commands without a way to compose only: that they are there is what is checked."""
-    read_arguments([word for word in words if not word.startswith("-")], flags=())
-
-
 _SPECDEC: dict[str, Callable[[list[str]], None]] = {
     "plan": _check_plan,
     "reproduce": _check_reproduce,
-    "trace": _check_trace,
     "doctor": _check_doctor,
 }
 

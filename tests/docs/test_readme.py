@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from specdec.config.options import options
-from specdec.metrics import RequestResult, RunTotals, comparison_row
+from specdec.metrics import RunTotals, comparison_row
 from specdec.metrics.counters import RequestCounters
 from specdec.metrics.results import Run
 from specdec.report.tables import COLUMNS
 from tests.docs.blocks import ROOT
+from tests.states import new_result
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -80,11 +81,10 @@ def test_every_metric_is_defined() -> None:
     counters = RequestCounters()
     counters.answers = counters.misses = 1
     counters.path_lengths[1] = 1
-    result = RequestResult(
-        id=0, num_prompt=1, output=(1,), origins=(-1,), finish_reason="length", text="",
-        emitted_s=(1.0,), arrival_s=0.0, admitted_s=0.0, counters=counters,
-    )  # fmt: skip
-    run = Run((result,), RunTotals(steps=1, wall_s=1.0, clock_s=1.0, target_passes=1))
+    run = Run(
+        (new_result(0, counters, [-1]),),
+        RunTotals(steps=1, wall_s=1.0, clock_s=1.0, target_passes=1),
+    )
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     names = {name for name in comparison_row("x", [run], [run]) if name != "strategy"}
     undefined = {n for n in names if f"`{n}`" not in page and not n.endswith("_range")}

@@ -16,7 +16,7 @@ Not emulated: streams, out of memory, speed, kernels (Triton's, flash-attn's), r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from types import SimpleNamespace
@@ -201,14 +201,6 @@ class Device(TorchDispatchMode):
             self.capturing.record(func, local_args, local_kwargs, found)
         known = {id(t.memory): t for t in tree_flatten((args, kwargs))[0] if _is_there(t)}
         return tree_map(lambda value: _wrapped(value, known), found)
-
-    def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function of ordinary tensors, such as an interpreted kernel, as one operation."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._launched(function, args, kwargs)
-
-        return call
 
     def forbid(self, what: str) -> None:
         """Raises an error during capture."""

@@ -20,6 +20,7 @@ from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from specdec.pairs import build_pair
 from specdec.runs.runners import PartsRunner, TokenPrompt
+from specdec.sampling.transform import SPARE
 from specdec.state import StopRules
 from specdec.types import TreeRows
 from tests.emulated.device import Device, emulated
@@ -30,6 +31,8 @@ from tests.sampled import sampled
 EXPECTED = {"a copy to the host"}
 NUM_PARTS = 4  # of the sample, which is composed when the first one runs
 NUM_TOKENS = 5  # of those that plain decoding gives
+VOCABULARY = 1000  # more than is copied of a row
+SELECTED = 2 * (80 + SPARE)  # numbers of a row with ``t06``: candidates and their ids
 
 pytestmark = pytest.mark.xdist_group("matrix")  # a process composes each cell once
 
@@ -49,9 +52,9 @@ def chosen() -> tuple[Cell, ...]:
     return tuple(cover(cells, lambda c: {c.source, c.executor, c.verifier}, runs))
 
 
-def _runner(cell: Cell) -> PartsRunner:
+def _runner(cell: Cell, **model: Any) -> PartsRunner:
     values = config(cell)
-    values["model"].update(device="cuda", graphs="cuda")
+    values["model"].update(device="cuda", graphs="cuda", **model)
     values["serving"] = deepcopy(base()["serving"])  # paged caches are not captured
     stop, pair = StopRules(max_new_tokens=NUM_TOKENS), build_pair(values["model"])
     pair.fitted = lambda name, make, fit: (make(), True)  # training takes 20 s here
@@ -103,6 +106,33 @@ def _clear(device: Device) -> None:
     device.to_device.clear()
     device.waits.clear()
     device.launches = 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "verifier", "sampling"),
+    [
+        ("chain", "match", "t06"),
+        ("best_first", "match", "greedy"),
+        ("static", "rejection", "greedy"),
+        ("static", "rejection", "t06"),
+    ],
+)
+def test_few_numbers_of_a_row_are_copied(policy: str, verifier: str, sampling: str) -> None:
+    """Whole rows only under rejection and greedily, where no top-k limits the distributions."""
+    cell = Cell("draft_model", policy, verifier, "local", sampling)
+    with emulated() as device:
+        ready = _runner(cell, vocab_size=VOCABULARY)
+        _clear(device)
+        _decoded(ready)
+        target, draft = ready.parts.executor.counters, ready.parts.source.counters
+        whole = VOCABULARY * (sampling == "greedy" and verifier == "rejection")
+        answered = 2 + whole if sampling == "greedy" else SELECTED
+        drafted = whole or SELECTED
+        assert 0 < sum(device.to_host) <= answered * target.rows + drafted * draft.rows
+        # A node whose logits are stored is expanded without a pass.
+        assert len(device.to_host) <= (1 + bool(whole)) * target.passes + 2 * draft.passes
+        assert set(device.waits) == EXPECTED
 
 
 def test_outputs_that_are_not_copied_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

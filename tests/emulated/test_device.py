@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec.attention.tree_attention import dense_attention
 from specdec.distributed.transport import CPU, RankCollective, wire_device
 from specdec.models.backends.graphs import capture
 from specdec.models.runner import RunnerOutput
@@ -120,41 +119,19 @@ class _Store(dict):
         return self[key]
 
 
-@pytest.mark.parametrize(("other", "wire"), [("GPU-a", CPU), ("GPU-b", HERE)])
-def test_where_ranks_meet(other, wire, monkeypatch):
-    with emulated():
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a")
-        )
-        store = _Store({"gpu/2": other.encode()})
-        assert wire_device(store, 1, (1, 2), HERE) == wire
-        assert store["gpu/1"] == b"GPU-a"
-        assert wire_device(store, 1, (1, 3), CPU) == CPU  # nobody is asked
-
-
 def test_ranks_agree_where_to_meet(monkeypatch):
     """Also the rank whose GPU nobody shares: it would wait for the others in another group."""
     with emulated():
-        for mine, gpus in (("GPU-a", "bb"), ("GPU-a", "ab"), ("GPU-a", ("b", "cpu"))):
+        for mine, gpus, wire in (
+            ("a", "bb", CPU),
+            ("a", "ab", CPU),
+            ("a", ("b", "cpu"), CPU),
+            ("a", "bc", HERE),
+        ):
             monkeypatch.setattr(
                 torch.cuda, "get_device_properties", lambda _, own=mine: SimpleNamespace(uuid=own)
             )
-            names = [g if g == "cpu" else f"GPU-{g}" for g in gpus]
-            store = _Store({f"gpu/{i}": name.encode() for i, name in enumerate(names, 1)})
-            assert wire_device(store, 0, range(3), HERE) == CPU
-        apart = _Store({"gpu/1": b"GPU-b", "gpu/2": b"GPU-c"})
-        assert wire_device(apart, 0, range(3), HERE) == HERE
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_dense_attention_on_cuda(masked):
-    """Keys and values repeated for the query heads of their group give the same attention."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 6, 5, 8, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(2, 1, 2, 9, 8, generator=generator, dtype=torch.float64)
-    mask = torch.randn(5, 9, generator=generator, dtype=torch.float64) if masked else None
-    expected = dense_attention(query, key, value, mask, 0.3)
-    with emulated():
-        there = [t if t is None else t.to("cuda") for t in (query, key, value, mask)]
-        found = dense_attention(*there, 0.3).cpu()
-    assert (found - expected).abs().max() < 1e-14
+            store = _Store({f"gpu/{i}": gpu.encode() for i, gpu in enumerate(gpus, 1)})
+            assert wire_device(store, 0, range(3), HERE) == wire
+            assert store["gpu/0"] == mine.encode()
+        assert wire_device(_Store(), 1, (1, 3), CPU) == CPU  # nobody is asked

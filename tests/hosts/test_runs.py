@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ import pytest
 
 from specdec.cli.main import main
 from tests.distributed.processes import wait_until
-from tests.hosts.machines import Host, hosts, torchrun, wait_all
+from tests.hosts.machines import Host, torchrun, wait_all
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -106,45 +102,3 @@ def test_replicas_are_refused_on_every_host(
     assert statuses[0] != 0
     assert "run it without torchrun or Slurm" in (tmp_path / "host0.log").read_text()
     nothing_runs(built)
-
-
-def test_hosts_reach_one_another_and_have_names(build: Callable[[int], list[Host]]) -> None:
-    for host in build(4):
-        said = subprocess.run(
-            host.command([sys.executable, "-c", "import socket; print(socket.gethostname())"]),
-            capture_output=True,
-            text=True,
-        )
-        assert said.stdout.strip() == host.host_name != socket.gethostname()
-        ping = (
-            "import socket, sys; s = socket.create_server(('0.0.0.0', 7777));"
-            " s.settimeout(20); s.accept()"
-        )
-        server = subprocess.Popen(host.command([sys.executable, "-c", ping]))
-        dial = (
-            "import socket, time\n"
-            "for _ in range(100):\n"
-            "    try:\n"
-            f"        socket.create_connection(('{host.address}', 7777), 1); break\n"
-            "    except OSError:\n"
-            "        time.sleep(0.1)\n"
-        )
-        subprocess.run(Host((host.index + 1) % 4).command([sys.executable, "-c", dial]), check=True)
-        assert server.wait(30) == 0
-
-
-@pytest.mark.usefixtures("_allowed")
-def test_everything_is_removed_after_a_failure() -> None:
-    def breaks() -> int:
-        with hosts(2) as built:
-            process = built[1].start(["sleep", "600"], Path(os.devnull))
-            wait_until(lambda: built[1].pids(), "the command runs", 20.0)
-            pids.append(process.pid)
-            raise ArithmeticError("planted")
-
-    pids: list[int] = []
-    with pytest.raises(ArithmeticError, match="planted"):
-        breaks()
-    assert "specdec-" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-    assert "specdec-" not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
-    wait_until(lambda: not Path(f"/proc/{pids[0]}/cwd").exists(), "the command has ended", 20.0)

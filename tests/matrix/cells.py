@@ -41,7 +41,6 @@ PROMPTS = (
     TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5], np.int64)),
 )
 LOSSY_SAMPLINGS = ("greedy", "t08")
-AXES = ("source", "policy", "verifier", "executor", "sampling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,9 @@ class Cell:
     verifier: str
     executor: str
     sampling: str
+
+
+AXES = tuple(field.name for field in fields(Cell))
 
 
 @cache
@@ -154,9 +156,6 @@ def cover(
                 chosen.append(cell)
                 seen |= here
     return chosen
-
-
-assert tuple(f.name for f in fields(Cell)) == AXES
 
 
 @cache

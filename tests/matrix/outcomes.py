@@ -53,13 +53,11 @@ class Outcome:
 
     Attributes:
         reason: why it was refused, empty otherwise.
-        decoded: whether it ran and showed what its kind promises.
     """
 
     cell: Cell
     kind: Kind
     reason: str = ""
-    decoded: bool = False
 
 
 def composed(cell: Cell) -> Outcome:
@@ -156,7 +154,7 @@ def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
             assert possible(cell.sampling, prompt, outputs[prompt.id]), (
                 f"{cell}: a token that the target cannot sample"
             )
-    return replace(outcome, decoded=True)
+    return outcome
 
 
 def biased(cell: Cell) -> bool:

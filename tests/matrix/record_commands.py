@@ -150,17 +150,6 @@ def _standing_in(folder: Path, case: Case) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def encoded(content: bytes) -> str:
-    """Bytes as they stand in the file."""
-    try:
-        text = content.decode()
-        if len(text) < 600 and not text.startswith(("@", "bz2:")):
-            return text
-    except UnicodeDecodeError:
-        pass
-    return "bz2:" + base64.b85encode(bz2.compress(content)).decode()
-
-
 def decoded(content: str) -> bytes:
     if content.startswith("bz2:"):
         return bz2.decompress(base64.b85decode(content[4:]))

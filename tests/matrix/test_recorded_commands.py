@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix.record_commands import (
-    COMMAND,
-    answer,
-    decoded,
-    differences,
-    documented,
-    encoded,
-    read,
-)
+from tests.matrix.record_commands import COMMAND, answer, differences, documented, read
 
 pytestmark = pytest.mark.slow
 
@@ -63,11 +55,6 @@ def test_every_command_of_the_pages_is_recorded() -> None:
     recorded = {repr(case["argv"]) for case in read()["documented"]}
     now = {repr(case["argv"]) for case in documented()}
     assert recorded == now, f"run `{COMMAND}`, which adds and drops commands of the pages"
-
-
-@pytest.mark.parametrize("content", [b"text", b"\xff\0", b"x" * 5000, b"@1", b"bz2:x"])
-def test_contents_of_files_survive(content: bytes) -> None:
-    assert decoded(encoded(content)) == content
 
 
 def test_a_difference_is_told() -> None:

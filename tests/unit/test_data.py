@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.data import (
-    fit_prompt,
-    load_prompts,
-)
+from specdec.data import fit_prompt, load_prompts
 from specdec.data.stdlib import heads_of, is_held_out
 from specdec.errors import UserError
 

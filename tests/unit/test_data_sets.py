@@ -15,14 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.data import (
-    Prompt,
-    Request,
-    check_data,
-    data_provenance,
-    load_prompts,
-    prompt_tokens,
-)
+from specdec.data import Prompt, Request, check_data, data_provenance, load_prompts, prompt_tokens
 from specdec.data import sets as sets_module
 from specdec.data.sets import MIXED, SETS
 from specdec.errors import UserError

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.drafters import lateness, other_tokenizer, page, presets, sources
 from experiments.drafters.measure import PARTS, Measured, difference, ratio
-from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
+from tests.states import new_result
 
 SMALL = ["--prompts", "2", "--tokens", "4"]
 
@@ -62,22 +62,9 @@ def test_lateness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_later_hit_rate_leaves_the_first_verdict_out() -> None:
-    def result(origins: tuple[int, ...], hits: int, misses: int) -> RequestResult:
-        return RequestResult(
-            id=0,
-            num_prompt=1,
-            output=(5,) * len(origins),
-            origins=origins,
-            finish_reason="length",
-            text="",
-            emitted_s=(0.0,) * len(origins),
-            arrival_s=0.0,
-            admitted_s=0.0,
-            counters=RequestCounters(hits=hits, misses=misses),
-        )
-
-    assert PARTS["later hit rate"](result((0, 0, -1), 2, 1)) == (1, 2)
-    assert PARTS["later hit rate"](result((-1, 0, -1), 1, 2)) == (1, 2)
+    rate = PARTS["later hit rate"]
+    assert rate(new_result(0, RequestCounters(hits=2, misses=1), (0, 0, -1))) == (1, 2)
+    assert rate(new_result(0, RequestCounters(hits=1, misses=2), (-1, 0, -1))) == (1, 2)
 
 
 def test_early_features_gain_the_steps_behind_their_highest_layer() -> None:

@@ -16,14 +16,7 @@ from pydantic import Field
 
 from specdec.config.options import options, own_values
 from specdec.parts.build import build_part
-from specdec.parts.fields import (
-    Count,
-    Share,
-    errors_of,
-    expects,
-    signature_of,
-    validated,
-)
+from specdec.parts.fields import Count, Share, errors_of, expects, signature_of, validated
 from specdec.parts.fields import Count as Number
 
 if TYPE_CHECKING:

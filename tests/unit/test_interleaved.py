@@ -1,4 +1,7 @@
-"""Strategies in turns give the tokens of separate runs, and count no time of the others."""
+"""Strategies in turns give the tokens of separate runs, and count no time of the others.
+
+And results of a batch are there as each request ends.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from time import perf_counter, sleep
 
 import pytest
 
-from specdec.metrics import RequestResult
+from specdec.metrics import RequestResult, RunTotals
 from specdec.runs import runners as interleaved
 from specdec.runs.runners import PartsRunner
 from specdec.state import DecodeState, StopRules
@@ -54,3 +57,18 @@ def test_each_clock_has_its_own_turns_only(monkeypatch: pytest.MonkeyPatch) -> N
     for results, totals in found:
         last = max(result.emitted_s[-1] - result.arrival_s for result in results)
         assert last <= totals.clock_s + 1e-3
+
+
+def test_results_of_a_batch_are_handed_out_as_each_request_ends() -> None:
+    """The first of the requests is booked before the last one has a token."""
+    runner = _runners()[0]
+    ends: list[float] = []
+    starts: list[float] = []
+
+    def book(result: RequestResult, totals: RunTotals) -> None:
+        ends.append(runner.parts.clock.now())
+        starts.append(result.emitted_s[0])
+
+    runner.run(PROMPTS, lambda _: None, book)
+    assert len(ends) == len(PROMPTS) > 2, "more than are decoded at once"
+    assert ends[0] < starts[-1]

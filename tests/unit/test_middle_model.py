@@ -6,7 +6,7 @@ import pytest
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases
 from specdec.certify.subject import decode_cases
-from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.clocks import SimulatedClock
 from specdec.compose.workbench import Workbench, plan_executor
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
@@ -14,14 +14,12 @@ from specdec.pairs.random import build_random
 from specdec.policies import Chain
 from specdec.sources.model_source import DraftModelSource
 from specdec.verifiers import MatchVerifier
+from tests import toys
 
 CASES = parity_cases(
     {"greedy": GREEDY, **TEMPERATURES_AND_FILTERS}, per_sampling=2, vocab_size=64, num_tokens=16
 )
-PRICED = {
-    name: CostCurve(tokens=(1,), ms=(ms,))
-    for name, ms in {"stage": 8.0, "middle": 2.0, "draft": 0.5}.items()
-}
+PRICED = toys.priced(stage=8.0, middle=2.0, draft=0.5)
 
 
 def pair() -> RandomPair:
@@ -29,7 +27,7 @@ def pair() -> RandomPair:
 
 
 def test_a_pass_costs_the_middle_models_price() -> None:
-    clock = SimulatedClock(LatencyProfile(name="priced", costs=PRICED))
+    clock = SimulatedClock(PRICED)
     bench = Workbench(pair(), clock=clock)
     source = DraftModelSource(runner=bench.runner, model="middle")
     parts = bench.parts(source=source, policy=Chain(gamma=3), verifier=MatchVerifier())

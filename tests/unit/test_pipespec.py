@@ -8,7 +8,7 @@ import pytest
 
 from experiments.open.time_laws import pipespec_time
 from specdec.certify.subject import decode_cases
-from specdec.clocks import Clock, CostCurve, LatencyProfile, SimulatedClock, Timeline
+from specdec.clocks import Clock, SimulatedClock, Timeline
 from specdec.compose.workbench import Workbench, build
 from specdec.pairs import RandomPair, build_pair
 from specdec.sources import Background, DraftModelSource, ModelChain
@@ -30,9 +30,8 @@ LAW_CASES = [  # chances of draft and middle model, times of target, middle mode
 
 
 def clock_of(target: float, middle: float, draft: float) -> SimulatedClock:
-    costs = {"stage": target, "middle": middle, "draft": draft}
-    curves = {kind: CostCurve(tokens=(1,), ms=(ms,)) for kind, ms in costs.items()}
-    return SimulatedClock(LatencyProfile(name="toy", costs=curves), timeline=Timeline())
+    profile = toys.priced(stage=target, middle=middle, draft=draft)
+    return SimulatedClock(profile, timeline=Timeline())
 
 
 def synthetic(draft_right: float, middle_right: float) -> Any:

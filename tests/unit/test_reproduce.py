@@ -73,10 +73,23 @@ def measure(
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(1.9, "below"), (2.0, "inside"), (3.0, "inside"), (3.1, "above")]
+    ("value", "ends", "said"),
+    [
+        (1.9, None, "below"),
+        (2.0, None, "inside"),
+        (3.0, None, "inside"),
+        (3.1, None, "above"),
+        (2.5, (2.0, 3.0), "inside"),
+        (2.5, (1.9, 2.9), "undecided"),
+        (2.5, (2.5, 3.1), "undecided"),
+        (2.5, (3.1, 3.2), "above"),
+        (2.5, (1.0, 1.9), "below"),
+    ],
 )
-def test_a_range_holds_its_ends_and_no_more(value: float, said: str) -> None:
-    assert verdict(claim(2.0, 3.0), measure(value)) == said
+def test_a_range_holds_its_ends_and_an_interval_that_crosses_one_decides_nothing(
+    value: float, ends: tuple[float, float] | None, said: str
+) -> None:
+    assert verdict(claim(2.0, 3.0), measure(value, ends=ends or (None, None))) == said
 
 
 def test_other_verdicts() -> None:
@@ -85,22 +98,6 @@ def test_other_verdicts() -> None:
     assert verdict(claim(), measure(None)) == "undecided"
     assert verdict(claim(1.0, 2.0), None) == "missing"
     assert ratio_to_stated(claim(2.0, 4.0), measure(3.0)) == "0.75-1.50"
-
-
-@pytest.mark.parametrize(
-    ("ends", "said"),
-    [
-        ((2.0, 3.0), "inside"),
-        ((1.9, 2.9), "undecided"),
-        ((2.5, 3.1), "undecided"),
-        ((3.1, 3.2), "above"),
-        ((1.0, 1.9), "below"),
-    ],
-)
-def test_an_interval_that_crosses_an_end_decides_nothing(
-    ends: tuple[float, float], said: str
-) -> None:
-    assert verdict(claim(2.0, 3.0), measure(2.5, ends=ends)) == said
 
 
 def test_a_claim_is_decided_by_the_counted_kinds_and_only_if_they_agree() -> None:

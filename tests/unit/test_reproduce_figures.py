@@ -14,6 +14,7 @@ from experiments.reproduce.stated import ROOT
 from specdec.cli.main import BAD_INPUT, main
 from specdec.metrics import RequestResult
 from specdec.metrics.counters import RequestCounters
+from tests.states import new_result
 
 
 def test_an_interval_spans_what_prompts_differ_by() -> None:
@@ -29,19 +30,7 @@ def test_an_interval_spans_what_prompts_differ_by() -> None:
 
 
 def result(request_id: int, hits: int) -> RequestResult:
-    counters = RequestCounters(answers=10, hits=hits, misses=10 - hits)
-    return RequestResult(
-        id=request_id,
-        num_prompt=1,
-        output=(),
-        origins=(),
-        finish_reason="length",
-        text="",
-        emitted_s=(),
-        arrival_s=0.0,
-        admitted_s=0.0,
-        counters=counters,
-    )
+    return new_result(request_id, RequestCounters(answers=10, hits=hits, misses=10 - hits))
 
 
 def test_runs_are_paired_by_prompt_not_by_place() -> None:

@@ -16,7 +16,6 @@ from strategies.specpipe import RelaxedVerifier, StrictVerifier
 from tests.states import new_request, new_state
 
 VOCAB = 4
-ALL = [MatchVerifier, RejectionVerifier, RelaxedVerifier, StrictVerifier, TypicalVerifier]
 
 
 def a_request(prompt=(1, 2), **sampling) -> tuple[DecodeState, RequestState]:
@@ -106,67 +105,6 @@ def test_a_walk_ends_where_no_answer_is(verifier):
         assert not request.tree.answered.any()
         kinds.add(commit.kind)
     assert kinds == {CommitKind.HIT, CommitKind.MISS}
-
-
-def pieces_of(answers: Answers, rng: np.random.Generator) -> list[Answers]:
-    """The same answers in up to four parts, in any order, so that deep nodes may come first."""
-    order = rng.permutation(len(answers.node_ids))
-    parts = [part for part in np.array_split(order, int(rng.integers(1, 5))) if len(part)]
-    assert answers.probs is not None
-    return [
-        Answers(
-            request=answers.request,
-            node_ids=answers.node_ids[part],
-            tokens=answers.tokens[part],
-            probs=answers.probs[part],
-        )
-        for part in parts
-    ]
-
-
-def sampled_tree(tree: TokenTree, rng: np.random.Generator) -> None:
-    """Three levels of children taken in sampling order from random draft distributions."""
-    for _ in range(3):
-        for slot in np.flatnonzero(~tree.expanded).tolist():
-            draft = rng.dirichlet(np.ones(VOCAB))
-            order = rng.choice(VOCAB, 2, replace=False, p=draft)
-            candidates = Candidates(
-                tokens=order[None], logprobs=np.log(draft[order])[None], counts=np.array([2]),
-                probs=draft[None],
-            )  # fmt: skip
-            tree.set_candidates(np.array([slot]), candidates, slice(0, 1))
-            num = int(rng.integers(0, 3))
-            tree.take(np.full(num, slot), np.arange(num))
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_answers_may_arrive_in_any_order(cls):
-    """Nothing happens before the root's; then the verdict is that of all answers at once."""
-    lengths, waited = set(), 0
-    for seed in range(60):
-        verdicts = []
-        for in_pieces in (False, True):
-            rng = np.random.default_rng(seed)
-            state, request = a_request(temperature=1.0)
-            sampled_tree(request.tree, rng)
-            slots = answered_set(request.tree, rng)
-            answers = answers_for(request.tree, slots, rng)
-            parts = pieces_of(answers, rng) if in_pieces else [answers]
-            root_at = next(i for i, part in enumerate(parts) if 0 in part.node_ids)
-            for part in parts[:root_at]:
-                assert verdicts_of(cls(), state, part) == []
-            waited += root_at
-            for part in parts[root_at + 1 :]:  # the same step
-                request.tree.set_answers(part)
-            (verdict,) = verdicts_of(cls(), state, parts[root_at])
-            assert np.flatnonzero(request.tree.answered).tolist() == slots.tolist()
-            verdicts.append(
-                (verdict.accepted_ids.tolist(), verdict.next_token, verdict.num_verified)
-            )
-        assert verdicts[0] == verdicts[1]
-        lengths.add(len(verdicts[0][0]))
-    assert waited > 20
-    assert len(lengths) > 2
 
 
 # Rejection.

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specdec.certify.contracts import (
-    Context,
-    Selection,
-    TableSource,
-    table_children,
-    tree_contexts,
-)
+from specdec.certify.contracts import Context, Selection, TableSource, table_children, tree_contexts
 from specdec.certify.contracts import run_policy as run
 from specdec.interfaces import Events
 from tests.states import new_request, new_state

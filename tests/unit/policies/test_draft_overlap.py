@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.clocks import SimulatedClock
 from specdec.compose.workbench import Workbench
 from specdec.pairs import build_pair
 from specdec.policies import Static
 from specdec.sources import SyntheticSource
 from specdec.verifiers import MatchVerifier
+from tests import toys
 from tests.states import new_request
 
 from .bench import run
@@ -20,13 +21,6 @@ from .bench import run
 STAGES, STAGE_MS, DRAFT_MS = 4, 10.0, 1.0
 BRANCHING = (1, 2, 1)
 CERTAIN = {"weights": [1.0], "top1": [1.0], "decay": [1.0], "miss": [0.0]}
-PROFILE = LatencyProfile(
-    name="test",
-    costs={
-        "stage": CostCurve(tokens=(1,), ms=(STAGE_MS,)),
-        "draft": CostCurve(tokens=(1,), ms=(DRAFT_MS,)),
-    },
-)
 
 
 def simulated(
@@ -34,7 +28,7 @@ def simulated(
 ) -> tuple[list[int], list[float]]:
     """(tokens, ms between emissions of different answers) of a synthetic pair on the clock."""
     pair = build_pair({"kind": "synthetic", **law})
-    bench = Workbench(pair, clock=SimulatedClock(PROFILE) if clock is None else clock)
+    bench = Workbench(pair, clock=clock or toys.simulated(STAGE_MS, DRAFT_MS))
     parts = bench.parts(
         source=SyntheticSource(pair=pair),
         policy=Static(branching=BRANCHING, draft_overlap=overlap, guesses=guesses),
@@ -60,10 +54,7 @@ def test_serial_drafting_is_waited_for_and_hidden_drafting_is_not() -> None:
 
 def test_drafting_longer_than_verification_is_hidden_in_part() -> None:
     """The limit is a limit of time, not free drafting: the longer of the two counts."""
-    slow = LatencyProfile(
-        name="slow", costs={**PROFILE.costs, "draft": CostCurve(tokens=(1,), ms=(20.0,))}
-    )
-    clock = SimulatedClock(slow)
+    clock = SimulatedClock(toys.profile(STAGE_MS, 20.0))
     gaps = simulated("full", clock=clock)[1][:-1]
     # Tree i + 1 enters when both its 60 ms of drafting, begun with tree i, and tree i are over.
     assert gaps == pytest.approx([60.0] * len(gaps))

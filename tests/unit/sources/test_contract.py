@@ -29,15 +29,7 @@ from specdec.testing import check_source
 from specdec.types import Candidates, Nodes
 from strategies.staged import StagedSource
 
-from .support import (
-    VOCAB,
-    expand,
-    make_request,
-    make_runner,
-    make_state,
-    open_request,
-    tiny_model,
-)
+from .support import VOCAB, expand, make_request, make_runner, make_state, open_request, tiny_model
 
 MODEL = tiny_model()
 KATZ = KatzModel(

@@ -15,11 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.certify.laws import (
-    FALSE_ALARM,
-    OPPOSED_TABLE,
-    TARGET_TABLE,
-)
+from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE
 from specdec.certify.subject import decode_cases
 from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts, Workbench
