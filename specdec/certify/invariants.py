@@ -50,6 +50,9 @@ TOLERANCE = 1e-6
 norms and Gemma's attention compute in float32.
 """
 
+Snapshot = dict[int, tuple[int, int, int]]
+"""Node id of a tree -> parent id, token, position."""
+
 _NUM_TOKENS = 12
 _SIZES = {"batch_size": 2, "prefill_chunk": 4}
 
@@ -113,9 +116,7 @@ class Watch:
     # nodes that the source had to expand, and their ancestors
     expanded: set[tuple[int, int]] = field(default_factory=set)
     # each request's tree when last submitted, see ``_snapshot``
-    snapshots: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    # positions of submitted nodes that cannot be emitted
-    beyond: dict[tuple[int, int], int] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     # candidates that an asynchronous source has returned
     proposed: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     is_asynchronous: bool = False
@@ -178,10 +179,6 @@ class Watch:
         def submits(_: Any) -> None:
             for request in state.requests.values():
                 self.snapshots[request.id] = _snapshot(request)
-                last = request.num_prompt - 1 + request.stop.max_new_tokens
-                positions, ids = request.tree.positions, request.tree.ids
-                for slot in () if request.finished else np.flatnonzero(positions > last).tolist():
-                    self.beyond[request.id, int(ids[slot])] = int(positions[slot])
 
         observe(parts.executor, "submit", before=submits)
         observe(parts.source, "expand", before=expands)
@@ -215,11 +212,10 @@ def _heads(
     return tuple(-1 if piece.pad else piece.start for piece in share)
 
 
-def _snapshot(request: RequestState) -> dict[int, tuple[int, int]]:
-    """Maps each node id of a request's tree to (parent id, token)."""
+def _snapshot(request: RequestState) -> Snapshot:
     tree = request.tree
     parents = np.where(tree.parents == NO_NODE, NO_NODE, tree.ids[tree.parents])
-    nodes = zip(parents.tolist(), tree.tokens.tolist(), strict=True)
+    nodes = zip(parents.tolist(), tree.tokens.tolist(), tree.positions.tolist(), strict=True)
     return dict(zip(tree.ids.tolist(), nodes, strict=True))
 
 
@@ -330,11 +326,12 @@ def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str 
         for commits in decode_steps(parts, cases, {}, state=state, **_SIZES):
             watch.step(commits)
             decided, problems = {commit.request: commit for commit in commits}, list[str]()
-            for commit in commits:
-                seen.trees += _commit_problems(commit, watch.snapshots.get(commit.request, {}))
             for request in state.requests.values():
-                last = decided.get(request.id)
-                problems += _state_problems(request, last, fresh["target"], seen)
+                commit = decided.get(request.id)
+                if commit is not None:
+                    before = watch.snapshots.get(request.id, {})
+                    seen.trees += _commit_problems(commit, request, before)
+                problems += _state_problems(request, commit, fresh["target"], seen)
                 if not request.finished:
                     seen.num_nodes += len(request.tree)
                     seen.trees += _tree_problems(request, watch)
@@ -345,11 +342,6 @@ def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str 
                     problems += _cache_problems(shadow, fresh[shadow.runner.name], seen)
             seen.caches += [f"{how}{problem}" for problem in problems]
         seen.num_caches += len(watch.shadows)
-        seen.trees += [
-            f"tree of request {request}: node {node_id} is proposed at position {position}, beyond"
-            " the last that the request can emit (last_position)"
-            for (request, node_id), position in watch.beyond.items()
-        ]
         watch.counted_rows = parts.source.counters.rows
 
 
@@ -393,9 +385,14 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
         yield f"{where}: {entry} differs from a fresh forward by {float(error[at]):.1e}"
 
 
-def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iterator[str]:
+def _commit_problems(commit: Commit, request: RequestState, before: Snapshot) -> Iterator[str]:
     """Yields faults of the submitted tree (its snapshot ``before``) and of what a hit kept."""
     where = f"request {commit.request}, step {commit.step}"
+    last = request.num_prompt - 1 + request.stop.max_new_tokens
+    for node_id, (_, _, position) in before.items():
+        if position > last:
+            what = f"node {node_id} is proposed at position {position}, beyond the last that the"
+            yield f"{where}: {what} request can emit (last_position)"
     if len(set(before.values())) < len(before):  # no output shows it: rejection skips the second
         yield f"{where}: two children of a node of the submitted tree carry the same token"
     if commit.kind is not CommitKind.HIT or commit.root_id not in before:
@@ -434,7 +431,7 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
     nodes, before = _snapshot(request), watch.snapshots.get(request.id, {})
     if len(set(nodes.values())) != len(nodes):
         yield f"{where}: two children of a node carry the same token"
-    for node_id, (parent, token) in nodes.items():
+    for node_id, (parent, token, _) in nodes.items():
         old = before.get(node_id)
         if old is not None and (old[1] != token or (old[0] != parent and parent != NO_NODE)):
             yield f"{where}: node {node_id} has changed its parent or token"
