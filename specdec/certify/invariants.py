@@ -1,4 +1,4 @@
-"""Observes what the models of a strategy compute, and inspects caches, trees and the draft's rows.
+"""Observes what the models of a strategy compute, and inspects caches and trees.
 
 The pair creates the models, so it can observe every cache made of them, also inside parts from
 other packages: those of stages, drafts and staged levels. The token and the parent of each entry
@@ -9,20 +9,18 @@ Shape letters: P paths, L layers, H heads, D head size, T tokens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.attention.tree_attention import EMPTY, TreeCache
+from specdec.attention.tree_attention import TreeCache
 from specdec.certify.cases import MIXED_RULES, parity_cases
 from specdec.certify.oracle import forward
-from specdec.certify.report import Note, Outcome, Skipped, joined_details, outcome
+from specdec.certify.report import Outcome, Skipped, outcome
 from specdec.certify.subject import WINDOW, Subject, decode_steps, observe
 from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
@@ -67,22 +65,10 @@ class Shadow:
     heads: tuple[int, ...] | None = None  # a rank's key/value heads, -1 for padding; None: all
     # tree rows by node id: token, parent id, position
     nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    repeated: list[int] = field(default_factory=list)  # node ids computed more than once
-    num_computed: int = 0  # length of the committed prefix that has been computed
-    catch_up_rows: int = 0  # committed tokens computed
-    repeated_catch_up: int = 0  # of them, those computed before
     real: bool = True  # all node ids were those of the request's tree (not of a source's own)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.nodes) + len(self.repeated) + self.catch_up_rows
-
-    def record(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> None:
-        """Records the rows that are about to be computed."""
-        start, num = self.cache.cached_len, len(prefix_tokens)
-        self.catch_up_rows += num
-        self.repeated_catch_up += max(0, min(start + num, self.num_computed) - start)
-        self.num_computed = max(self.num_computed, start + num)
+    def record(self, *, tree: TreeRows | None = None, **_: Any) -> None:
+        """Records the rows of nodes that are about to be computed."""
         if tree is None:
             return
         if self.request is None:
@@ -93,8 +79,6 @@ class Shadow:
             self.real = bool(((slots >= 0) & same).all())
         columns = (tree.node_ids, tree.tokens, tree.parent_ids, tree.positions)
         for node_id, *row in zip(*(column.tolist() for column in columns), strict=True):
-            if node_id in self.nodes:
-                self.repeated.append(node_id)
             self.nodes[node_id] = tuple(row)
 
     def path(self, node_id: int, cached_len: int, committed: IntArray) -> tuple[int, ...]:
@@ -111,10 +95,6 @@ class Watch:
     """The events recorded in one run. Keys of nodes are (request, node id)."""
 
     shadows: list[Shadow] = field(default_factory=list)
-    num_rows: Counter[str] = field(default_factory=Counter)  # of all passes, by model name
-    counted_rows: int = 0  # by the source itself
-    # nodes that the source had to expand, and their ancestors
-    expanded: set[tuple[int, int]] = field(default_factory=set)
     # each request's tree when last submitted, see ``_snapshot``
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     # candidates that an asynchronous source has returned
@@ -141,7 +121,7 @@ class Watch:
         observe(pair, "stage", after=lambda stage, *_, **__: self.model(stage.runner))
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
-        """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
+        """Observes the new caches of a model; ``heads`` is as in ``Shadow``."""
 
         def cache(cache: TreeCache, *_: Any) -> None:
             # Parts create caches in `open`, for the request that was admitted last.
@@ -150,28 +130,15 @@ class Watch:
             self.shadows.append(shadow)
             observe(cache, "rows", before=shadow.record)
 
-        def count(rows: Sequence[Any], **_: Any) -> None:
-            self.num_rows[runner.name] += sum(map(len, rows))
-
         observe(runner, "new_cache", after=cache)
-        observe(runner, "forward", before=count)
 
     def parts(self, parts: Parts, state: DecodeState) -> None:
         self._state, levels = state, parts.source.levels
         self.is_asynchronous = levels[0].asynchronous or levels[0] is not parts.source
         self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
 
-        def expands(state: DecodeState, nodes: Nodes, _k: int) -> None:
-            for request_id, ids in nodes.items:
-                tree = state.requests[request_id].tree
-                for slot in tree.slots(ids).tolist():
-                    path = tree.ids[tree.path(slot)].tolist()
-                    self.expanded |= {(request_id, node_id) for node_id in path}
-
         def proposes(nodes: Nodes, found: Candidates | None) -> None:
-            if not self.is_asynchronous or found is None:
-                return
-            for request_id, ids, rows in nodes.packed():
+            for request_id, ids, rows in () if found is None else nodes.packed():
                 part = zip(found.tokens[rows].tolist(), found.counts[rows].tolist(), strict=True)
                 for node_id, (tokens, count) in zip(ids.tolist(), part, strict=True):
                     self.proposed[request_id, node_id] = tokens[:count]
@@ -181,22 +148,12 @@ class Watch:
                 self.snapshots[request.id] = _snapshot(request)
 
         observe(parts.executor, "submit", before=submits)
-        observe(parts.source, "expand", before=expands)
-        observe(parts.source, "expand", after=lambda found, _, nodes, _k: proposes(nodes, found))
         if self.is_asynchronous:
-            for level in levels:
-                observe(level, "start", before=expands)
+            observe(
+                parts.source, "expand", after=lambda found, _, nodes, _k: proposes(nodes, found)
+            )
             # The candidates of the other levels stay inside them.
             observe(levels[0], "poll", after=lambda found, ticket: proposes(ticket.nodes, found))
-
-    def step(self, commits: Sequence[Commit]) -> None:
-        """Counts the committed nodes that each cache had computed as committed tokens."""
-        for shadow, commit in product(self.shadows, commits):
-            if shadow.request is not None and shadow.request.id == commit.request:
-                retired = commit.retired_ids.tolist()
-                for position, node_id in enumerate(retired, commit.prefix_len - len(retired)):
-                    is_next = shadow.num_computed == position
-                    shadow.num_computed += is_next and node_id in shadow.nodes
 
 
 def _heads(
@@ -254,8 +211,6 @@ class Observation:
 
     caches: list[str] = field(default_factory=list)  # problems of caches and hidden states
     trees: list[str] = field(default_factory=list)  # problems
-    rows: list[str] = field(default_factory=list)  # problems of the run without a sliding window
-    watch: Watch = field(default_factory=Watch)  # of that run
     num_caches: int = 0
     num_entries: int = 0  # cache entries compared
     num_states: int = 0  # hidden states compared
@@ -284,47 +239,29 @@ def tree_invariant(subject: Subject) -> Outcome:
     return seen.outcome(seen.trees, detail)
 
 
-def draft_rows(subject: Subject) -> Outcome:
-    """Rows computed twice or counted wrongly do not change the output, so they are only a note."""
-    seen = subject.once(observation)
-    drafts = seen.watch.drafts
-    if not drafts and not seen.error:
-        hidden = seen.watch.in_thread
-        raise Skipped(
-            "the draft's passes run in a thread" if hidden else "no draft model in this process"
-        )
-    if seen.rows:
-        raise Note(joined_details(seen.rows))
-    nodes, catch_up = sum(len(s.nodes) for s in drafts), sum(s.catch_up_rows for s in drafts)
-    kind = "nodes" if all(s.real for s in drafts) else "nodes, guesses included"
-    detail = f"{nodes + catch_up} rows = {nodes} distinct {kind} + {catch_up} catch-up tokens"
-    return seen.outcome([], detail)
-
-
 def observation(subject: Subject) -> Observation:
     """Decodes a few requests under observation for each kind of pair."""
     seen = Observation()
     try:
-        _run(subject, "mixed", seen, seen.watch)
-        seen.rows += _row_problems(seen.watch)
+        _run(subject, "mixed", seen)
         for kind in subject.windowed:
-            _run(subject, kind, seen, Watch(), f"with a sliding window of {WINDOW}, ")
+            _run(subject, kind, seen, f"with a sliding window of {WINDOW}, ")
     except Exception as error:  # keeps the problems of the steps before it
         seen.error = error
     return seen
 
 
-def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str = "") -> None:
+def _run(subject: Subject, kind: str, seen: Observation, how: str = "") -> None:
     cases = parity_cases(MIXED_RULES, per_sampling=2, num_tokens=_NUM_TOKENS)
     pair = build_pair(subject.model(kind))
     assert isinstance(pair, RandomPair)
+    watch = Watch()
     watch.pair(pair)
     fresh = {name: Fresh(pair.model(name)) for name in pair.names}
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
         for commits in decode_steps(parts, cases, {}, state=state, **_SIZES):
-            watch.step(commits)
             decided, problems = {commit.request: commit for commit in commits}, list[str]()
             for request in state.requests.values():
                 commit = decided.get(request.id)
@@ -342,7 +279,6 @@ def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str 
                     problems += _cache_problems(shadow, fresh[shadow.runner.name], seen)
             seen.caches += [f"{how}{problem}" for problem in problems]
         seen.num_caches += len(watch.shadows)
-        watch.counted_rows = parts.source.counters.rows
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
@@ -443,32 +379,6 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
         if stored != proposed:
             what = f"node {node_id} has the candidates {stored}, the source proposed {proposed}"
             yield f"{where}: {what}"
-
-
-def _row_problems(watch: Watch) -> Iterator[str]:
-    """Yields draft rows that were computed in vain, or that the source's count does not match."""
-    drafts = watch.drafts
-    if not drafts:
-        return
-    for shadow in drafts:
-        name = shadow.runner.name
-        if shadow.repeated:
-            which = sorted(set(shadow.repeated))[:3]
-            num = len(shadow.repeated)
-            yield f"{num} node rows of {name} were computed more than once (nodes {which})"
-        if shadow.real and shadow.repeated_catch_up:
-            some = f"{shadow.repeated_catch_up} of {shadow.catch_up_rows} catch-up rows of {name}"
-            yield f"{some} are of committed tokens computed before"
-    rows = sum(watch.num_rows[name] for name in {s.runner.name for s in drafts})
-    recorded = sum(s.num_rows for s in drafts)
-    if rows != recorded:
-        yield f"the draft's passes have {rows} rows, its caches were given {recorded}"
-    if rows != watch.counted_rows:
-        yield f"the source counts {watch.counted_rows} rows, its model computed {rows}"
-    real = [(s.request.id, s.nodes) for s in drafts if s.real and s.request is not None]
-    in_vain = {(request, node) for request, nodes in real for node in nodes} - watch.expanded
-    if in_vain:
-        yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
 
 
 def _state_problems(
