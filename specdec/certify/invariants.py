@@ -138,7 +138,9 @@ class Watch:
         self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
 
         def proposes(nodes: Nodes, found: Candidates | None) -> None:
-            for request_id, ids, rows in () if found is None else nodes.packed():
+            if found is None:
+                return
+            for request_id, ids, rows in nodes.packed():
                 part = zip(found.tokens[rows].tolist(), found.counts[rows].tolist(), strict=True)
                 for node_id, (tokens, count) in zip(ids.tolist(), part, strict=True):
                     self.proposed[request_id, node_id] = tokens[:count]
