@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from specdec.attention.tree_attention import EMPTY
-from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, parity_cases
+from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, Case, Decoded, parity_cases
 from specdec.certify.oracle import Oracle, plain_decode
-from specdec.certify.subject import decode_cases, observe
+from specdec.certify.subject import decode_steps, observe
 from specdec.clocks import MeasuredClock
 from specdec.clocks.meter import Meter
 from specdec.compose.borders import candidates_fault, selection_fault
@@ -32,7 +32,7 @@ from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.tree import TokenTree
-from specdec.types import Answers, Batch, Candidates, Commit, IntArray, Nodes, Output, Verdict
+from specdec.types import Answers, Candidates, Commit, IntArray, Nodes, Output, Verdict
 from specdec.verifiers import MatchVerifier
 
 _SAMPLING = SamplingParams(temperature=0.7, top_k=10, top_p=0.9)
@@ -402,43 +402,28 @@ def check_policy(
         assert logs[0] == logs[2], "a request's trees depend on what shares its batch"
 
 
-def _check_answers(executor: Executor) -> None:
+def _check_answers(executor: Executor, state: DecodeState) -> None:
     """Asserts the first rule of ``check_executor`` at each call from now on."""
-    submitted = list[set[tuple[int, int]]]()  # by batch: (request, node) without an answer
-
-    def submits(batch: Batch) -> None:
-        nodes = [(rows.request, node) for rows in batch.trees for node in rows.node_ids.tolist()]
-        submitted.append(set(nodes))
 
     def collected(output: Output, **_: bool) -> None:
-        due, steps = set[tuple[int, int]](), executor.latency
-        if steps is None:
-            due = due.union(*submitted)
-        elif len(submitted) >= steps:
-            due = submitted.pop(0)
+        steps, answered = executor.latency, set[tuple[int, int]]()
         for answers in output.answers:
-            nodes = {(answers.request, node) for node in answers.node_ids.tolist()}
-            assert len(nodes) == len(answers.node_ids) == len(answers.tokens), "rows of answers"
-            early = sorted(node for _, node in nodes - due)
-            assert not early, f"answers of nodes {early}, which are not due"
-            for batch in (due, *submitted):
-                batch.difference_update(nodes)
-        assert steps is None or not due, f"no answers of {due} after {steps} steps"
+            assert len(answers.node_ids) == len(answers.tokens), "rows of answers"
+            answered |= {(answers.request, node) for node in answers.node_ids.tolist()}
+        num_answers = sum(len(answers.tokens) for answers in output.answers)
+        assert len(answered) == num_answers, "a node is answered twice"
+        waiting = dict[tuple[int, int], int]()  # (request, node) without an answer -> its step
+        for request in state.requests.values():
+            tree = request.tree
+            for slot in np.flatnonzero((tree.submitted_at >= 0) & ~tree.answered).tolist():
+                waiting[request.id, int(tree.ids[slot])] = int(tree.submitted_at[slot])
+        due = {node for node, at in waiting.items() if steps in (None, state.step - at + 1)}
+        early = sorted(node for _, node in answered - due)
+        assert not early, f"answers of nodes {early}, which are not due"
+        late = due - answered
+        assert steps is None or not late, f"no answers of {late} after {steps} steps"
 
-    def commits(commits: Sequence[Commit], _output: Output) -> None:
-        kept = {one.request: {*one.kept_ids.tolist()} for one in commits}
-        for batch in submitted:
-            gone = {(r, node) for r, node in batch if r in kept and node not in kept[r]}
-            batch.difference_update(gone)
-
-    def closes(request_id: int) -> None:
-        for batch in submitted:
-            batch.difference_update([pair for pair in batch if pair[0] == request_id])
-
-    observe(executor, "submit", before=submits)
     observe(executor, "collect", after=collected)
-    observe(executor, "commit", before=commits)
-    observe(executor, "close", before=closes)
 
 
 def check_executor(executor: type[Executor], **keys: Any) -> int:
@@ -467,9 +452,12 @@ def check_executor(executor: type[Executor], **keys: Any) -> int:
             verifier=MatchVerifier(),
             executor=planned(executor, pair, **keys),
         )
-        _check_answers(parts.executor)
+        state, outputs = parts.new_state(), dict[int, Decoded]()
+        _check_answers(parts.executor, state)
+        sizes = {"batch_size": 2, "prefill_chunk": 4}
         try:
-            outputs = decode_cases(parts, cases, batch_size=2, prefill_chunk=4)
+            for _ in decode_steps(parts, cases, outputs, state=state, **sizes):
+                pass
         finally:
             parts.executor.shutdown()
         for case in cases:

@@ -1,4 +1,4 @@
-"""Observes what the models of a strategy compute, and inspects caches, trees and the draft's rows.
+"""Observes what the models of a strategy compute, and inspects caches and trees.
 
 The pair creates the models, so it can observe every cache made of them, also inside parts from
 other packages: those of stages, drafts and staged levels. The token and the parent of each entry
@@ -9,20 +9,18 @@ Shape letters: P paths, L layers, H heads, D head size, T tokens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.attention.tree_attention import EMPTY, TreeCache
+from specdec.attention.tree_attention import TreeCache
 from specdec.certify.cases import MIXED_RULES, parity_cases
 from specdec.certify.oracle import forward
-from specdec.certify.report import Note, Outcome, Skipped, joined_details, outcome
+from specdec.certify.report import Outcome, Skipped, outcome
 from specdec.certify.subject import WINDOW, Subject, decode_steps, observe
 from specdec.clocks import ClockKind
 from specdec.clocks.meter import Meter
@@ -50,6 +48,9 @@ TOLERANCE = 1e-6
 norms and Gemma's attention compute in float32.
 """
 
+Snapshot = dict[int, tuple[int, int, int]]
+"""Node id of a tree -> parent id, token, position."""
+
 _NUM_TOKENS = 12
 _SIZES = {"batch_size": 2, "prefill_chunk": 4}
 
@@ -64,22 +65,10 @@ class Shadow:
     heads: tuple[int, ...] | None = None  # a rank's key/value heads, -1 for padding; None: all
     # tree rows by node id: token, parent id, position
     nodes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    repeated: list[int] = field(default_factory=list)  # node ids computed more than once
-    num_computed: int = 0  # length of the committed prefix that has been computed
-    catch_up_rows: int = 0  # committed tokens computed
-    repeated_catch_up: int = 0  # of them, those computed before
     real: bool = True  # all node ids were those of the request's tree (not of a source's own)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.nodes) + len(self.repeated) + self.catch_up_rows
-
-    def record(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> None:
-        """Records the rows that are about to be computed."""
-        start, num = self.cache.cached_len, len(prefix_tokens)
-        self.catch_up_rows += num
-        self.repeated_catch_up += max(0, min(start + num, self.num_computed) - start)
-        self.num_computed = max(self.num_computed, start + num)
+    def record(self, *, tree: TreeRows | None = None, **_: Any) -> None:
+        """Records the rows of nodes that are about to be computed."""
         if tree is None:
             return
         if self.request is None:
@@ -90,8 +79,6 @@ class Shadow:
             self.real = bool(((slots >= 0) & same).all())
         columns = (tree.node_ids, tree.tokens, tree.parent_ids, tree.positions)
         for node_id, *row in zip(*(column.tolist() for column in columns), strict=True):
-            if node_id in self.nodes:
-                self.repeated.append(node_id)
             self.nodes[node_id] = tuple(row)
 
     def path(self, node_id: int, cached_len: int, committed: IntArray) -> tuple[int, ...]:
@@ -108,14 +95,8 @@ class Watch:
     """The events recorded in one run. Keys of nodes are (request, node id)."""
 
     shadows: list[Shadow] = field(default_factory=list)
-    num_rows: Counter[str] = field(default_factory=Counter)  # of all passes, by model name
-    counted_rows: int = 0  # by the source itself
-    # nodes that the source had to expand, and their ancestors
-    expanded: set[tuple[int, int]] = field(default_factory=set)
     # each request's tree when last submitted, see ``_snapshot``
-    snapshots: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    # positions of submitted nodes that cannot be emitted
-    beyond: dict[tuple[int, int], int] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     # candidates that an asynchronous source has returned
     proposed: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     is_asynchronous: bool = False
@@ -140,7 +121,7 @@ class Watch:
         observe(pair, "stage", after=lambda stage, *_, **__: self.model(stage.runner))
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
-        """Observes the passes and new caches of a model; ``heads`` is as in ``Shadow``."""
+        """Observes the new caches of a model; ``heads`` is as in ``Shadow``."""
 
         def cache(cache: TreeCache, *_: Any) -> None:
             # Parts create caches in `open`, for the request that was admitted last.
@@ -149,26 +130,15 @@ class Watch:
             self.shadows.append(shadow)
             observe(cache, "rows", before=shadow.record)
 
-        def count(rows: Sequence[Any], **_: Any) -> None:
-            self.num_rows[runner.name] += sum(map(len, rows))
-
         observe(runner, "new_cache", after=cache)
-        observe(runner, "forward", before=count)
 
     def parts(self, parts: Parts, state: DecodeState) -> None:
         self._state, levels = state, parts.source.levels
         self.is_asynchronous = levels[0].asynchronous or levels[0] is not parts.source
         self.in_thread = self.is_asynchronous and parts.clock.kind is ClockKind.MEASURED
 
-        def expands(state: DecodeState, nodes: Nodes, _k: int) -> None:
-            for request_id, ids in nodes.items:
-                tree = state.requests[request_id].tree
-                for slot in tree.slots(ids).tolist():
-                    path = tree.ids[tree.path(slot)].tolist()
-                    self.expanded |= {(request_id, node_id) for node_id in path}
-
         def proposes(nodes: Nodes, found: Candidates | None) -> None:
-            if not self.is_asynchronous or found is None:
+            if found is None:
                 return
             for request_id, ids, rows in nodes.packed():
                 part = zip(found.tokens[rows].tolist(), found.counts[rows].tolist(), strict=True)
@@ -178,28 +148,14 @@ class Watch:
         def submits(_: Any) -> None:
             for request in state.requests.values():
                 self.snapshots[request.id] = _snapshot(request)
-                last = request.num_prompt - 1 + request.stop.max_new_tokens
-                positions, ids = request.tree.positions, request.tree.ids
-                for slot in () if request.finished else np.flatnonzero(positions > last).tolist():
-                    self.beyond[request.id, int(ids[slot])] = int(positions[slot])
 
         observe(parts.executor, "submit", before=submits)
-        observe(parts.source, "expand", before=expands)
-        observe(parts.source, "expand", after=lambda found, _, nodes, _k: proposes(nodes, found))
         if self.is_asynchronous:
-            for level in levels:
-                observe(level, "start", before=expands)
+            observe(
+                parts.source, "expand", after=lambda found, _, nodes, _k: proposes(nodes, found)
+            )
             # The candidates of the other levels stay inside them.
             observe(levels[0], "poll", after=lambda found, ticket: proposes(ticket.nodes, found))
-
-    def step(self, commits: Sequence[Commit]) -> None:
-        """Counts the committed nodes that each cache had computed as committed tokens."""
-        for shadow, commit in product(self.shadows, commits):
-            if shadow.request is not None and shadow.request.id == commit.request:
-                retired = commit.retired_ids.tolist()
-                for position, node_id in enumerate(retired, commit.prefix_len - len(retired)):
-                    is_next = shadow.num_computed == position
-                    shadow.num_computed += is_next and node_id in shadow.nodes
 
 
 def _heads(
@@ -215,11 +171,10 @@ def _heads(
     return tuple(-1 if piece.pad else piece.start for piece in share)
 
 
-def _snapshot(request: RequestState) -> dict[int, tuple[int, int]]:
-    """Maps each node id of a request's tree to (parent id, token)."""
+def _snapshot(request: RequestState) -> Snapshot:
     tree = request.tree
     parents = np.where(tree.parents == NO_NODE, NO_NODE, tree.ids[tree.parents])
-    nodes = zip(parents.tolist(), tree.tokens.tolist(), strict=True)
+    nodes = zip(parents.tolist(), tree.tokens.tolist(), tree.positions.tolist(), strict=True)
     return dict(zip(tree.ids.tolist(), nodes, strict=True))
 
 
@@ -258,8 +213,6 @@ class Observation:
 
     caches: list[str] = field(default_factory=list)  # problems of caches and hidden states
     trees: list[str] = field(default_factory=list)  # problems
-    rows: list[str] = field(default_factory=list)  # problems of the run without a sliding window
-    watch: Watch = field(default_factory=Watch)  # of that run
     num_caches: int = 0
     num_entries: int = 0  # cache entries compared
     num_states: int = 0  # hidden states compared
@@ -288,53 +241,36 @@ def tree_invariant(subject: Subject) -> Outcome:
     return seen.outcome(seen.trees, detail)
 
 
-def draft_rows(subject: Subject) -> Outcome:
-    """Rows computed twice or counted wrongly do not change the output, so they are only a note."""
-    seen = subject.once(observation)
-    drafts = seen.watch.drafts
-    if not drafts and not seen.error:
-        hidden = seen.watch.in_thread
-        raise Skipped(
-            "the draft's passes run in a thread" if hidden else "no draft model in this process"
-        )
-    if seen.rows:
-        raise Note(joined_details(seen.rows))
-    nodes, catch_up = sum(len(s.nodes) for s in drafts), sum(s.catch_up_rows for s in drafts)
-    kind = "nodes" if all(s.real for s in drafts) else "nodes, guesses included"
-    detail = f"{nodes + catch_up} rows = {nodes} distinct {kind} + {catch_up} catch-up tokens"
-    return seen.outcome([], detail)
-
-
 def observation(subject: Subject) -> Observation:
     """Decodes a few requests under observation for each kind of pair."""
     seen = Observation()
     try:
-        _run(subject, "mixed", seen, seen.watch)
-        seen.rows += _row_problems(seen.watch)
+        _run(subject, "mixed", seen)
         for kind in subject.windowed:
-            _run(subject, kind, seen, Watch(), f"with a sliding window of {WINDOW}, ")
+            _run(subject, kind, seen, f"with a sliding window of {WINDOW}, ")
     except Exception as error:  # keeps the problems of the steps before it
         seen.error = error
     return seen
 
 
-def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str = "") -> None:
+def _run(subject: Subject, kind: str, seen: Observation, how: str = "") -> None:
     cases = parity_cases(MIXED_RULES, per_sampling=2, num_tokens=_NUM_TOKENS)
     pair = build_pair(subject.model(kind))
     assert isinstance(pair, RandomPair)
+    watch = Watch()
     watch.pair(pair)
     fresh = {name: Fresh(pair.model(name)) for name in pair.names}
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
         for commits in decode_steps(parts, cases, {}, state=state, **_SIZES):
-            watch.step(commits)
             decided, problems = {commit.request: commit for commit in commits}, list[str]()
-            for commit in commits:
-                seen.trees += _commit_problems(commit, watch.snapshots.get(commit.request, {}))
             for request in state.requests.values():
-                last = decided.get(request.id)
-                problems += _state_problems(request, last, fresh["target"], seen)
+                commit = decided.get(request.id)
+                if commit is not None:
+                    before = watch.snapshots.get(request.id, {})
+                    seen.trees += _commit_problems(commit, request, before)
+                problems += _state_problems(request, commit, fresh["target"], seen)
                 if not request.finished:
                     seen.num_nodes += len(request.tree)
                     seen.trees += _tree_problems(request, watch)
@@ -345,12 +281,6 @@ def _run(subject: Subject, kind: str, seen: Observation, watch: Watch, how: str 
                     problems += _cache_problems(shadow, fresh[shadow.runner.name], seen)
             seen.caches += [f"{how}{problem}" for problem in problems]
         seen.num_caches += len(watch.shadows)
-        seen.trees += [
-            f"tree of request {request}: node {node_id} is proposed at position {position}, beyond"
-            " the last that the request can emit (last_position)"
-            for (request, node_id), position in watch.beyond.items()
-        ]
-        watch.counted_rows = parts.source.counters.rows
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
@@ -393,9 +323,14 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
         yield f"{where}: {entry} differs from a fresh forward by {float(error[at]):.1e}"
 
 
-def _commit_problems(commit: Commit, before: dict[int, tuple[int, int]]) -> Iterator[str]:
+def _commit_problems(commit: Commit, request: RequestState, before: Snapshot) -> Iterator[str]:
     """Yields faults of the submitted tree (its snapshot ``before``) and of what a hit kept."""
     where = f"request {commit.request}, step {commit.step}"
+    last = request.num_prompt - 1 + request.stop.max_new_tokens
+    for node_id, (_, _, position) in before.items():
+        if position > last:
+            what = f"node {node_id} is proposed at position {position}, beyond the last that the"
+            yield f"{where}: {what} request can emit (last_position)"
     if len(set(before.values())) < len(before):  # no output shows it: rejection skips the second
         yield f"{where}: two children of a node of the submitted tree carry the same token"
     if commit.kind is not CommitKind.HIT or commit.root_id not in before:
@@ -434,7 +369,7 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
     nodes, before = _snapshot(request), watch.snapshots.get(request.id, {})
     if len(set(nodes.values())) != len(nodes):
         yield f"{where}: two children of a node carry the same token"
-    for node_id, (parent, token) in nodes.items():
+    for node_id, (parent, token, _) in nodes.items():
         old = before.get(node_id)
         if old is not None and (old[1] != token or (old[0] != parent and parent != NO_NODE)):
             yield f"{where}: node {node_id} has changed its parent or token"
@@ -446,32 +381,6 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
         if stored != proposed:
             what = f"node {node_id} has the candidates {stored}, the source proposed {proposed}"
             yield f"{where}: {what}"
-
-
-def _row_problems(watch: Watch) -> Iterator[str]:
-    """Yields draft rows that were computed in vain, or that the source's count does not match."""
-    drafts = watch.drafts
-    if not drafts:
-        return
-    for shadow in drafts:
-        name = shadow.runner.name
-        if shadow.repeated:
-            which = sorted(set(shadow.repeated))[:3]
-            num = len(shadow.repeated)
-            yield f"{num} node rows of {name} were computed more than once (nodes {which})"
-        if shadow.real and shadow.repeated_catch_up:
-            some = f"{shadow.repeated_catch_up} of {shadow.catch_up_rows} catch-up rows of {name}"
-            yield f"{some} are of committed tokens computed before"
-    rows = sum(watch.num_rows[name] for name in {s.runner.name for s in drafts})
-    recorded = sum(s.num_rows for s in drafts)
-    if rows != recorded:
-        yield f"the draft's passes have {rows} rows, its caches were given {recorded}"
-    if rows != watch.counted_rows:
-        yield f"the source counts {watch.counted_rows} rows, its model computed {rows}"
-    real = [(s.request.id, s.nodes) for s in drafts if s.real and s.request is not None]
-    in_vain = {(request, node) for request, nodes in real for node in nodes} - watch.expanded
-    if in_vain:
-        yield f"{len(in_vain)} computed nodes were not asked for: {sorted(in_vain)[:3]}"
 
 
 def _state_problems(

@@ -164,11 +164,6 @@ def numerics(subject: Subject) -> Outcome:
         equal, largest = equal + (not found), max(largest, float(errors.max()))
         for one in found:
             (ties if one.is_tie else faults).append(f"{case.label}, {one.text}")
-    if subject.claims is Lossless.LOSSY:
-        if not ties + faults:
-            return None, f"{len(cases)} prompts happen to equal plain decoding"
-        number = f"{len(cases) - equal} of {len(cases)} prompts differ"
-        return False, f"lossy: {number}; {joined_details(faults + ties)}"
     shown = joined_details(faults) or f"{equal} equal plain decoding, no ties"
     if ties and not faults:
         tokens = sum(len(decoded.output) for decoded in outputs.values())
@@ -231,8 +226,6 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
 
 def configured_law(subject: Subject) -> Outcome:
     given = subject.once(_configured)
-    if subject.claims is Lossless.LOSSY:
-        raise Skipped("a lossy output has another law")
     groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
     with subject.built(given.cfg, given.pair) as parts:
@@ -308,8 +301,6 @@ def exact_dtype(subject: Subject) -> Outcome:
     """
     if not subject.cfg["model"].get("exact"):
         raise Skipped("model.exact=false: rounding may decide between tokens")
-    if subject.claims is Lossless.LOSSY:
-        raise Skipped("a lossy output has no reference")
     given = subject.once(_configured)
     room = (given.pair.max_positions or _EXACT_TOKENS + _EXACT_PROMPT) - 1
     longest = min(_EXACT_PROMPT, max(1, room - _EXACT_TOKENS))

@@ -22,17 +22,12 @@ _LABELS = {
     "skipped": "[dim]-[/]",
     "passed": "[green]passed[/]",
     "failed": "[bold red]FAILED[/]",
-    "note": "[yellow]note[/]",
 }
 _WIDTH = 110  # columns, if the output is not a terminal
 
 
 class Skipped(Exception):
     """The check does not apply to this configuration; the message says why."""
-
-
-class Note(Skipped):
-    """A problem that leaves the output right, such as work done twice, and the verdict as it is."""
 
 
 Outcome = tuple[bool | None, str]
@@ -42,14 +37,13 @@ Outcome = tuple[bool | None, str]
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str  # see docs/verify.md
-    passed: bool | None  # None if it was skipped or is a note
+    passed: bool | None  # None if it was skipped
     detail: str  # what was compared, or the first differences
-    note: bool = False
 
     @property
     def result(self) -> str:
         if self.passed is None:
-            return "note" if self.note else "skipped"
+            return "skipped"
         return "passed" if self.passed else "failed"
 
 

@@ -27,7 +27,6 @@ verify.json.
   distribution         the law of the output is the target's, on tables of logits (e-values)
   cache_invariant      every cache entry equals a fresh forward over its path
   tree_invariant       what survives a step is the new root's subtree, and nothing else
-  draft_rows           the draft computes each node once, and each committed token it lacked; a note
   stop_rules           EOS, stop strings, limits inside a path; short and long prompts
   long_request         so does one request of 530 tokens; draws of 640 positions do not repeat
   batch_independence   a request's output is the same alone and in any batch

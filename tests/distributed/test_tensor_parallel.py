@@ -57,11 +57,11 @@ def test_what_one_rank_of_a_shared_stage_tells() -> None:
 
 @pytest.mark.exhaustive
 def test_a_shared_draft_keeps_its_cache() -> None:
-    """Checks rank 0's share of the cache after every step; each node is computed once."""
+    """Checks rank 0's share of the cache after every step."""
     degrees = {"executor__target_degree": 2, "executor__draft_degree": 2}
     values = config("swiftspec", 1, distributed=True, **degrees)
-    report = certify(values, checks=["cache_invariant", "draft_rows"])
-    assert all(check.passed for check in report.checks), report.checks
+    (check,) = certify(values, checks=["cache_invariant"]).checks
+    assert check.passed, check
 
 
 # Last: it breaks its ranks.

@@ -40,9 +40,8 @@ def test_one_copy_does_not_keep_the_law() -> None:
 
 def test_it_is_certified() -> None:
     words = ["strategy=dsi", "model=random", "clock=simulated", "clock.profile=swiftspec_table6"]
-    checks = ["cache_invariant", "draft_rows"]
-    report = certify(run_job_of(words).config, checks=checks)
-    assert [check.passed for check in report.checks] == [True] * len(checks)
+    (check,) = certify(run_job_of(words).config, checks=["cache_invariant"]).checks
+    assert check.passed, check
 
 
 def test_a_copy_that_misses_commits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,45 +99,18 @@ def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "EOS" in failed(report, "stop_rules")
 
 
-@pytest.mark.slow
-def test_rows_computed_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = DraftModelSource.commit
-
-    def forgets(self, commits, output):  # type: ignore[no-untyped-def]
-        honest(self, commits, output)
-        for commit in commits:
-            if commit.request in self._caches:
-                self._caches[commit.request].truncate(1)
-
-    monkeypatch.setattr(DraftModelSource, "commit", forgets)
-    report = certify(config("strategy=speculative"), checks=["draft_rows", "greedy_parity"])
-    (rows, parity) = report.checks
-    assert (rows.result, rows.passed) == ("note", None), rows
-    assert "catch-up rows" in rows.detail
-    assert parity.passed, "the output itself is right"
-    assert report.lossless
-    assert report.as_dict()["checks"][0]["result"] == "note"
-
-
-def test_a_confident_mixture_is_accounted_for() -> None:
-    cfg = config("strategy=mixture", "source.confident=0.01")
-    (rows,) = certify(cfg, checks=["draft_rows"]).checks
-    assert rows.result == "passed", rows
-    assert "distinct nodes" in rows.detail
-
-
 def test_a_breakdown_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self, state, output):  # type: ignore[no-untyped-def]
         raise IndexError("planted")
 
     monkeypatch.setattr(MatchVerifier, "verify", broken)
-    report = certify(config("strategy=speculative"), checks=["greedy_parity", "draft_rows"])
-    assert report.failed == ("greedy_parity", "draft_rows")
+    report = certify(config("strategy=speculative"), checks=["greedy_parity", "tree_invariant"])
+    assert report.failed == ("greedy_parity", "tree_invariant")
     first, second = report.checks
     assert first.detail.startswith("raised IndexError: planted (verifier MatchVerifier.broken, ")
     assert second.detail == "ended by the error of greedy_parity"
     (crash,) = report.as_dict()["errors"]
-    assert crash["checks"] == ("greedy_parity", "draft_rows")
+    assert crash["checks"] == ("greedy_parity", "tree_invariant")
     assert crash["part"] == "verifier MatchVerifier.broken"
     assert (crash["request"], crash["step"]) == (11, 0)
     assert crash["traceback"].splitlines()[-1] == "IndexError: planted"
@@ -206,7 +179,7 @@ def test_the_configured_law_shows_what_small_models_do_not(
 # Answers and passes that come apart from their nodes.
 
 SIMULATED = ("clock=simulated", f"clock.profile={PROFILE}")
-QUICK = ["greedy_parity", "cache_invariant", "tree_invariant", "draft_rows"]
+QUICK = ["greedy_parity", "cache_invariant", "tree_invariant"]
 
 
 def slots_of_gone(tree: TokenTree, ids: IntArray) -> tuple[BoolArray, IntArray]:
