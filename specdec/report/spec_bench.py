@@ -63,6 +63,8 @@ def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
         "new_tokens": [len(turn.output) for turn in turns],
         "wall_time": [turn.emitted_s[-1] - turn.admitted_s for turn in turns],
         "accept_lengths": lengths,
+        "draft_tokens": sum(turn.counters.proposed for turn in turns),
+        "spec_tokens": max(max(t.counters.judged_by_depth, default=0) for t in turns),
     }
 
 
@@ -96,16 +98,18 @@ def _table(answers: Sequence[Answer]) -> pd.DataFrame:
         task = category if isinstance(question, str) else task_of(category)
         for choice in answer["choices"] if category else ():
             speed = sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9)
-            rows.append((question, choice["index"], task, speed, choice["accept_lengths"]))
-    columns = ["question", "repeat", "task", "speed", "lengths"]
+            drafts = choice["draft_tokens"], choice["spec_tokens"]
+            rows.append((question, choice["index"], task, speed, choice["accept_lengths"], *drafts))
+    columns = ["question", "repeat", "task", "speed", "lengths", "draft_tokens", "spec_tokens"]
     return pd.DataFrame(rows, columns=columns).set_index(["question", "repeat"])
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
-    lengths = group.xs(0, level="repeat")["lengths"]
+    first = group.xs(0, level="repeat")
+    lengths, drafted = first["lengths"], int(first["draft_tokens"].sum())
     accepted = lengths.explode().dropna()
-    counts = np.bincount((accepted.astype(int) - 1).clip(lower=0))
+    drafts = (accepted.astype(int) - 1).clip(lower=0)  # accepted ones of each step
     means = [sum(steps) / len(steps) for steps in lengths if len(steps)]
     compared = group["ar_speed"].notna().all()
     return {
@@ -114,8 +118,13 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
         "accept_length": float(accepted.mean()) if len(accepted) else None,
         # SPEED-Bench's mean over questions, and vLLM's keys.
         "question_accept_length": sum(means) / len(means) if means else None,
-        "acceptance_histogram": counts.tolist(),
-        "num_spec_steps": len(accepted),
+        "acceptance_histogram": np.bincount(drafts).tolist(),
+        "mean_acceptance_length": 1 + float(drafts.mean()) if len(drafts) else None,
+        "draft_acceptance_rate": int(drafts.sum()) / drafted if drafted else None,
+        "num_spec_steps": len(drafts),
+        "num_accepted_draft_tokens": int(drafts.sum()),
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": int(first["spec_tokens"].max()),
         "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
 
