@@ -99,7 +99,7 @@ _GROUPS = {
 
 
 def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, list[str]]:
-    """Writes the pages; returns the first, and what its sentences and the verdicts contradict in."""
+    """Writes the pages; returns the first one, and where its sentences contradict the verdicts."""
     results = {name: read_item(item, root) for name, item in items.items()}
     for item in items.values():
         if found := results[item.id]:
