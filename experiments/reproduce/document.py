@@ -99,8 +99,18 @@ _GROUPS = {
 
 
 def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, list[str]]:
-    """Writes the page; returns its path, and what its sentences and the verdicts contradict in."""
+    """Writes the pages; returns the first one, and where its sentences contradict the verdicts."""
     results = {name: read_item(item, root) for name, item in items.items()}
+    for item in items.values():
+        if found := results[item.id]:
+            write_text(_folder(root, item) / f"{item.name}.md", markdown(item, *found))
+            write_text(_folder(root, item) / f"{item.name}.csv", csv_text(item, found[0]))
+    path = root.parent / "docs" / "reproduction.md"
+    return write_text(path, page_text(items, results)), contradictions(items, results)
+
+
+def page_text(items: Mapping[str, Item], results: Results) -> str:
+    """``docs/reproduction.md``."""
     papers = list({item.paper.name: item.paper for item in items.values()}.values())
     head = _HEAD.splitlines()
     kinds = [line for kind in _KINDS for line in _prose(kind, bullet="- ")]
@@ -113,12 +123,7 @@ def write_document(items: Mapping[str, Item], root: Path = ROOT) -> tuple[Path, 
         lines += [f"## {paper.title} ({paper.reference})", ""]
         rows = [row for item in of_paper for row in _rows(item, results[item.id])]
         lines += [*grid(("item", "claim", "paper", "ours", "kind", "origin", "verdict"), rows), ""]
-    for item in items.values():
-        if found := results[item.id]:
-            write_text(_folder(root, item) / f"{item.name}.md", markdown(item, *found))
-            write_text(_folder(root, item) / f"{item.name}.csv", csv_text(item, found[0]))
-    path = root.parent / "docs" / "reproduction.md"
-    return write_text(path, "\n".join(lines)), contradictions(items, results)
+    return "\n".join(lines)
 
 
 def _folder(root: Path, item: Item) -> Path:

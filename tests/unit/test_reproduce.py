@@ -20,7 +20,7 @@ from experiments.ppsd.laws import (
 )
 from experiments.reproduce import results
 from experiments.reproduce.arithmetic import evaluate
-from experiments.reproduce.document import contradictions
+from experiments.reproduce.document import contradictions, page_text
 from experiments.reproduce.drafts import known_drafts
 from experiments.reproduce.findings import (
     Findings,
@@ -149,6 +149,9 @@ def test_sentences_on_the_papers_follow_their_claims_verdicts() -> None:
     """The first page of docs/reproduction.md; stored results decide, and a turned one is seen."""
     stored = {name: results.read_item(item) for name, item in ITEMS.items()}
     assert contradictions(ITEMS, stored) == []
+    page = Path(__file__).parents[2] / "docs/reproduction.md"
+    now = page_text(ITEMS, stored).rstrip()
+    assert page.read_text(encoding="utf-8").rstrip() == now, "specdec reproduce --document"
     planted = 0
     for name, item in ITEMS.items():
         named = {
