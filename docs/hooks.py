@@ -34,6 +34,7 @@ NAV: dict[str, list[str]] = {
         "eagle.md",
         "suffix.md",
         "translated.md",
+        "staged.md",
         "adaptive.md",
         "training.md",
         "serving.md",
@@ -46,6 +47,7 @@ NAV: dict[str, list[str]] = {
         "sizes.md",
         "clocks.md",
         "replay.md",
+        "calibration.md",
     ],
     "Looking at results": [
         "results.md",
@@ -57,7 +59,7 @@ NAV: dict[str, list[str]] = {
     ],
     "Reference": ["configuration.md", "support.md", "api.md", "glossary.md", "limits.md"],
 }
-"""Section -> pages, of which missing ones are skipped; pages that are not listed go to "More"."""
+"""Section -> pages; a page that is not listed is a warning of mkdocs (``omitted_files``)."""
 
 CONFIGURATION = "configuration.md"
 ROOTS = ("config", "compare", "profiling")
@@ -67,15 +69,7 @@ _KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w.]+): *(?P<value>[^#]*?)(?: +# (?P
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Builds the navigation from the existing pages."""
-    pages_there = {path.name for path in Path(config.docs_dir).glob("*.md")} | {CONFIGURATION}
-    nav: list[dict[str, Any]] = []
-    for section, pages in NAV.items():
-        nav.append({section: [page for page in pages if page in pages_there]})
-    listed = {page for pages in NAV.values() for page in pages}
-    if pages_there - listed:
-        nav.append({"More": sorted(pages_there - listed)})
-    config.nav = nav
+    config.nav = [{section: pages} for section, pages in NAV.items()]
     return config
 
 

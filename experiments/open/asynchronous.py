@@ -211,6 +211,8 @@ def picture(item: Item, speeds: Speeds, replayed: Speeds) -> Figure:
     layouts = list(config["layouts"])
     fig = Figure(figsize=(19.0, 4.0 * len(layouts) + 0.8), dpi=_DPI, layout="constrained")
     grid = fig.subplots(len(layouts), len(_PANELS) + 2, squeeze=False)
+    for ax in grid.flat:
+        ax.tick_params(labelsize=8)
     for axes, layout in zip(grid, layouts, strict=True):
         title = config["layouts"][layout]["title"]
         for ax, (axis, label) in zip(axes, _PANELS.items(), strict=False):

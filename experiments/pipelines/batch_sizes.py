@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 from experiments.reproduce.drafts import Draft, drafts
@@ -122,7 +123,7 @@ def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcom
     keys = ("tbt_ms_mean", "throughput_tokens_per_s")
     lines(left, {n: (values(runs, keys[0]), values(runs, keys[1])) for n, runs in rows.items()})
     x, y = "time between tokens (ms, simulated)", "throughput (tokens/s, simulated)"
-    tidy(left, x=x, y=y, title=title)
+    tidy(left, x=x, y=y, title=fill(title, 50))
     lines(right, {n: (sizes, values(runs, "tbt_ms_p99")) for n, runs in rows.items()})
     y = "p99 time between tokens (ms, simulated)"
     if any("request" in metric for metric, *_ in item.config.get("below", {}).values()):
@@ -131,7 +132,7 @@ def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcom
             look = {"ls": ":", "marker": "o", "ms": 4, "color": line.get_color()}
             right.plot(sizes, values(runs, "tbt_ms_request_p99"), **look)
     doublings(right, sizes)
-    tidy(right, x="batch size (requests)", y=y, title=item.id)
+    tidy(right, x="batch size (requests)", y=y)
     for ax in more:
         claims = item.stated.claims
         lines(ax, {claims[c].text: (sizes, list(by.values())) for c, by in ratios.items()})
@@ -141,4 +142,5 @@ def _batch_figure(item: Item, curve: tuple[str, Mapping[str, Mapping[int, Outcom
         tidy(ax, x="batch size (requests)", y="ratio (times, simulated)")
         legend(ax)
     legend(left)
+    fig.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
     return fig

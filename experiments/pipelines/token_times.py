@@ -196,13 +196,15 @@ def tbt_picture(item: Item, findings: Findings) -> Any:
     rows = counts or rows
     for title, name, ms, *_ in rows:
         shown.setdefault(short_title(title), {})[name] = ms
-    fig, (left, right) = figure(13.5, 6.0, 2)
+    measures = counted or same or findings.measures
+    # The letters of a claim are below each other: each needs its height.
+    fig, (left, right) = figure(13.5, 4.4 + 0.12 * len(measures), 2)
     times = [ms for group in shown.values() for ms in group.values() if ms is not None]
     bars(left, shown, form="{:.0f}" if max(times, default=0.0) > 50 else "{:.1f}")
     title = "simulated" + ("; group 'paper': stated" if "paper" in shown else "")
     tidy(left, x="draft", y="time between tokens (ms)", title=title)
     legend(left)
-    claims_panel(right, item.stated.claims, counted or same or findings.measures, unit="x")
+    claims_panel(right, item.stated.claims, measures, unit="x")
     fig.suptitle(f"{item.id}: {item.stated.title}", fontsize=10, x=0.01, ha="left")
     return fig
 

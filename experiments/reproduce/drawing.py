@@ -39,8 +39,10 @@ _UNITS = {"x": "times", "%": "per cent", "": "value"}
 def figure(width: float = 7.5, height: float = 4.2, panels: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side."""
     fig = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    axes = fig.subplots(1, panels, squeeze=False)[0]
-    return fig, list(axes)
+    axes = list(fig.subplots(1, panels, squeeze=False)[0])
+    for ax in axes:
+        ax.tick_params(labelsize=8)
+    return fig, axes
 
 
 def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
@@ -53,7 +55,6 @@ def tidy(ax: Axes, *, x: str, y: str, title: str = "") -> None:
         ax.spines[side].set_visible(False)
     ax.set_axisbelow(True)
     ax.grid(color="#e2e2e2", lw=0.6)
-    ax.tick_params(labelsize=8)
 
 
 def legend(ax: Axes) -> None:
@@ -167,7 +168,8 @@ def bars(
         for x, y in drawn:
             ax.annotate(form.format(y), (x, y), (0, 2), textcoords="offset points", **look)
     ax.margins(y=0.1)
-    ax.set_xticks(range(len(groups)), [fill(name, 11) for name in groups], fontsize=7.5)
+    size = 7.5 if len(groups) < 7 else 6.0  # seven names of eleven letters beside each other
+    ax.set_xticks(range(len(groups)), [fill(name, 11) for name in groups], fontsize=size)
 
 
 def claims_figure(claims: Mapping[str, Claim], measures: Sequence[Measure], title: str) -> Figure:

@@ -86,9 +86,10 @@ def _bars(
 ) -> None:
     text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
     for y, (row, style) in enumerate(zip(rows, styles, strict=True)):
-        if (value := row.get(name)) is not None:
-            ax.barh(y, value, height=0.62, zorder=2, **style.bar())
-            ax.annotate(form.format(value), (value, y), (4, above), zorder=5, **text)
+        value = row.get(name)
+        ax.barh(y, value or 0.0, height=0.62, zorder=2, **style.bar())
+        label = NONE if value is None else form.format(value)
+        ax.annotate(label, (value or 0.0, y), (4, above), zorder=5, **text)
 
 
 def run_png(result: Result) -> bytes:
@@ -190,7 +191,8 @@ def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
 def tidy(ax: Axes, **labels: Any) -> None:
     ax.set(**labels)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6, zorder=0)
+    ax.grid(axis="both" if ax.get_ylabel() else "x", color="#dddddd", lw=0.6)
+    ax.set_axisbelow(True)
     ax.tick_params(labelsize=8)
     ax.xaxis.label.set_fontsize(8.5)
     ax.yaxis.label.set_fontsize(8.5)
