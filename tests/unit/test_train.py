@@ -220,8 +220,7 @@ class TestLosses:
         streams = target.residuals(tokens, drafter.layers)
         p_TV = (target.logits(streams[target.num_layers])[0] / 0.7).softmax(-1)
         context = head.context(drafter.features(target, streams), torch.arange(14))
-        losses: list[list[torch.Tensor]] = [[], [], []]
-        inside: list[list[torch.Tensor]] = [[], [], []]
+        losses, inside = ([list[torch.Tensor]() for _ in range(3)] for _ in range(2))
         for anchor in range(1, 13):
             at = torch.tensor([anchor])
             rows = head(tokens[:, at], at, context)[0, 0]
@@ -235,10 +234,8 @@ class TestLosses:
                 share = torch.minimum(p, (logits / 0.7).softmax(-1)).sum()
                 estimate = head.confidence(row, before)[0]
                 inside[number].append(F.binary_cross_entropy(estimate, share.detach()))
-        total = sum(
-            0.5**k * (torch.stack(losses[k]).mean() + torch.stack(inside[k]).mean())
-            for k in range(3)
-        )
+        means = [torch.stack(losses[k]).mean() + torch.stack(inside[k]).mean() for k in range(3)]
+        total = sum(0.5**k * mean for k, mean in enumerate(means))
         torch.testing.assert_close(whole, total / 1.75)
 
 
