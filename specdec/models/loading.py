@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,9 +32,10 @@ from specdec.models.config_values import config_value
 from specdec.models.inspection import ModelInfo, inspect_model
 from specdec.models.packing import num_bytes
 from specdec.models.slicing import layers_name, shared_copy
-from specdec.tensor_parallel.collective import Collective
-from specdec.tensor_parallel.cuts import Cut
-from specdec.tensor_parallel.sharding import shard_modules
+
+if TYPE_CHECKING:
+    from specdec.tensor_parallel.collective import Collective
+    from specdec.tensor_parallel.cuts import Cut
 
 DTYPES = {  # supported values of ``model.dtype``
     "float64": torch.float64,
@@ -88,7 +89,7 @@ def load_model(
     if not 0 <= layers[0] < layers[1] <= total:
         raise ValueError(f"layers {layers[0]} .. {layers[1]} are not in a model of {total} layers")
     tied = _tied_groups(loaded)
-    cuts = {} if group is None else shard_modules(loaded, group)
+    cuts = {} if group is None else _share(loaded, group)
     sources = _sources(loaded, info, _needed_names(loaded, *layers), tied)
     weights = Weights() if loaded_before is None else loaded_before
     _fill(loaded, info, sources, cuts, weights, kind, where)
@@ -98,11 +99,17 @@ def load_model(
     return loaded.requires_grad_(False).eval()
 
 
+def _share(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
+    from specdec.tensor_parallel.sharding import shard_modules  # a room of its own
+
+    return shard_modules(model, group)
+
+
 def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
     """Returns this rank's share of a whole model, which is unchanged."""
     share = shared_copy(model)
     whole = dict(share.named_parameters(remove_duplicate=False))
-    for name, cut in shard_modules(share, group).items():
+    for name, cut in _share(share, group).items():
         path, _, leaf = name.rpartition(".")
         part = nn.Parameter(cut.of(whole[name], whole[name].dtype), requires_grad=False)
         setattr(share.get_submodule(path), leaf, part)
