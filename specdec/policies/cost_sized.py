@@ -19,7 +19,7 @@ _FADE = 0.9  # factor by which each round lowers the weight of a request's older
 _FADE_ALL = 0.98  # likewise for the means over all requests
 _PRIOR = 4.0  # weight of other requests, in rounds
 _TRUST = 1.0  # weight of the draft's own probabilities in the means over all requests
-_RETRY = 32  # rounds without drafts after which one is drafted again
+_RETRY = 32  # rounds without drafts after which two are drafted again
 _SMALL = (1, 4)  # draft passes and nodes
 
 
@@ -43,6 +43,8 @@ class _Record:
     last: _Round | None = None
     expanded: list[float] = field(default_factory=list)  # ``leaf_mass`` of the coming round
     undrafted: int = 0  # consecutive rounds
+    caught_up: bool = False  # whether the round before the coming one has drafted
+    again: bool = False  # whether the coming round repeats a trial
 
 
 class CostSized(BestFirst):
@@ -56,9 +58,10 @@ class CostSized(BestFirst):
     the accepted tokens per expected one so far, of the request and, as four rounds, of all
     requests, to which a round of 1 is added: probabilities of a draft are not the target's.
 
-    Times are those of the run's clock, of rounds that have ended. The first rounds have given
+    Times are those of the run's clock, of rounds that have ended. Drafting is timed in rounds that
+    follow a drafted one, since after others the source catches up. The first rounds have given
     sizes, which shows what rows cost (in a measured run they are in the warm-up). A request that
-    has not drafted for 32 rounds drafts once. The rule is meant for one request at a time: requests
+    has not drafted for 32 rounds drafts in two. The rule is meant for one request at a time: requests
     in one pass share its time.
 
     Args:
@@ -71,7 +74,7 @@ class CostSized(BestFirst):
     ) -> None:
         super().__init__(bs=bs, w=w, d=d, children=children)
         # Cheap ones, so that a first trial is not what the policy is judged by.
-        self._first = [_SMALL, (2, 6), (0, 1), (3, 8)]
+        self._first = [_SMALL, (2, 6), (3, 8), (0, 1)]
         self._records = defaultdict[int, _Record](
             lambda: _Record(FadingMean(_FADE), [FadingMean(_FADE) for _ in range(d)])
         )
@@ -102,7 +105,8 @@ class CostSized(BestFirst):
         chosen = [(r, best_unsubmitted(r.tree, size, self._least_score(r))) for r in requests]
         rows = sum(len(slots) for _, slots in chosen)
         if passes:
-            self._draft.add(passes, drafted - began)
+            if all(self._records[request.id].caught_up for request in requests):
+                self._draft.add(passes, drafted - began)
             self._added.add(rows - len(requests), passes)
         for request, slots in chosen:
             record = self._records[request.id]
@@ -129,10 +133,13 @@ class CostSized(BestFirst):
         """Returns the largest depth and number of nodes; given ones are reached whatever pays."""
         depth, size = len(self._leaves), self.bs
         self._given = True
+        records = [self._records[request.id] for request in requests]
         if self._first:
             given = self._first.pop(0)
-        elif any(self._records[request.id].undrafted >= _RETRY for request in requests):
+        elif any(record.undrafted >= _RETRY or record.again for record in records):
             given = _SMALL
+            for record in records:
+                record.again = record.undrafted >= _RETRY
         else:
             self._given = False
             return depth, size
@@ -145,7 +152,7 @@ class CostSized(BestFirst):
             self._leaves[number].with_prior(1.0, _TRUST), _PRIOR
         )
         cost = self._added.with_prior(1.0, _PRIOR) * self._pass.slope
-        if self._draft.sums[0]:  # the first expansion has what the source has to catch up
+        if self._draft.sums[0]:  # the first expansion has what is done once per round
             cost += self._draft.slope if number else self._draft.at(1)
         if self._given or gain >= self._rate.value * cost:
             record.expanded.append(total)
@@ -164,9 +171,10 @@ class CostSized(BestFirst):
     def _learn(self, requests: list[RequestState], now: float) -> None:
         for request in requests:
             record = self._records[request.id]
-            used, record.last = record.last, None
+            used, record.last, record.caught_up = record.last, None, False
             if used is None or request.counters.answers != used.answers + 1:  # another arm's round
                 continue
+            record.caught_up = bool(used.leaf_mass)
             tokens = len(request.output) - used.num_tokens
             for share in (record.nodes, self._nodes):
                 share.add(tokens - 1, used.node_mass)
