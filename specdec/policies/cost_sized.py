@@ -61,8 +61,8 @@ class CostSized(BestFirst):
     Times are those of the run's clock, of rounds that have ended. Drafting is timed in rounds that
     follow a drafted one, since after others the source catches up. The first rounds have given
     sizes, which shows what rows cost (in a measured run they are in the warm-up). A request that
-    has not drafted for 32 rounds drafts in two. The rule is meant for one request at a time: requests
-    in one pass share its time.
+    has not drafted for 32 rounds drafts in two. The rule is meant for one request at a time:
+    requests in one pass share its time.
 
     Args:
         bs, w, d, children: as of ``BestFirst``; the largest tree.
