@@ -47,12 +47,13 @@ class _Record:
     """A request's own history.
 
     Attributes:
-        gains: tokens per round, per arm.
+        gains, costs: tokens and seconds per round, per arm.
         since: per arm, number of the request's rounds since the arm was last used.
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
 
     gains: list[FadingMean]
+    costs: list[FadingMean]
     since: list[int]
     open_round: _Round | None = None
     last: int = _PLAIN
@@ -64,7 +65,8 @@ class Adaptive(TreePolicy):
 
     An arm's *gain* is the mean number of tokens that a round of it commits: that of the request's
     own rounds, averaged with that of all requests, which has the weight of four rounds. Its *cost*
-    is the mean time of a round over all requests, from start to start, on the run's clock.
+    is the mean time of a round, from start to start, on the run's clock, in the same weights: an
+    arm that finds nothing to draft gains nothing, and costs no more than a plain round.
 
     Other arms are tried again, the longest unused first, in trials of two rounds (the first
     includes what a source has to catch up), as long as the net time lost is at most ``explore`` of
@@ -105,7 +107,8 @@ class Adaptive(TreePolicy):
 
     def open(self, request: RequestState) -> None:
         num = len(self.rounds)
-        self._records[request.id] = _Record([FadingMean(_FADE) for _ in range(num)], [0] * num)
+        gains, costs = ([FadingMean(_FADE) for _ in range(num)] for _ in range(2))
+        self._records[request.id] = _Record(gains, costs, [0] * num)
         for arm in self._arms:
             arm.policy.open(request)
 
@@ -162,7 +165,9 @@ class Adaptive(TreePolicy):
         self._gains[arm].add(gain)
         mean = self._costs[arm]
         if not ended.first or not mean.weight:  # the first round includes catching up
-            mean.add(min(cost, _OUTLIER * mean.value) if mean.rounds >= _TRIALS else cost)
+            cost = min(cost, _OUTLIER * mean.value) if mean.rounds >= _TRIALS else cost
+            mean.add(cost)
+            record.costs[arm].add(cost)
         for number in range(len(record.since)):
             record.since[number] = 0 if number == arm else record.since[number] + 1
         record.repeat = ended.first and arm != self._best(record)
@@ -177,7 +182,7 @@ class Adaptive(TreePolicy):
         rate = self._rate(record, best)
         others = [arm for arm in range(len(self.rounds)) if arm != best]
         for arm in sorted(others, key=lambda arm: -record.since[arm]):
-            lost = self._costs[arm].value - self._gain(record, arm) / rate
+            lost = self._cost(record, arm) - self._gain(record, arm) / rate
             affordable = self._lost_s + 2 * max(0.0, lost) <= self._explore * self._total_s
             wait = _PLAIN_WAIT if arm == _PLAIN else len(self.rounds)
             if affordable and record.since[arm] > wait:
@@ -188,8 +193,11 @@ class Adaptive(TreePolicy):
         return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
 
     def _rate(self, record: _Record, arm: int) -> float:
-        cost = self._costs[arm].value
+        cost = self._cost(record, arm)
         return self._gain(record, arm) / cost if cost > 0.0 else 0.0
+
+    def _cost(self, record: _Record, arm: int) -> float:
+        return record.costs[arm].with_prior(self._costs[arm].value, _PRIOR_ROUNDS)
 
     def _gain(self, record: _Record, arm: int) -> float:
         return record.gains[arm].with_prior(self._gains[arm].value, _PRIOR_ROUNDS)
