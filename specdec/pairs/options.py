@@ -79,7 +79,7 @@ class ModelOptions:
                 f"model.{name}={value} is not proved to give a row the same bits in every pass,"
                 f" which model.exact=true needs: use model.{name}={plain}, or model.exact=false"
             )
-        if self.quantization != "none" and self.backend != "onnx":
+        if self.quantization != "none" and self.backend == "eager":
             raise UserError(
                 f"model.quantization={self.quantization} rounds the weights of ONNX Runtime's"
                 f" sessions, and model.backend={self.backend}: use model.backend=onnx, or"
@@ -108,6 +108,11 @@ class ModelOptions:
         options += ["exact=true"] if self.exact else []
         problems = [*reasons, *(f"it has no model.{option}" for option in options)]
         reason = next(filter(None, problems), None)
+        if reason is not None and self.quantization != "none":
+            raise UserError(
+                f"model.quantization={self.quantization} needs ONNX Runtime: {reason}; use"
+                " model.quantization=none"
+            )
         if reason is not None and self.backend == "onnx":
             raise UserError(f"model.backend=onnx cannot be used: {reason}; use model.backend=eager")
         return "onnx" if reason is None else "eager"
