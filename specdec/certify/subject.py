@@ -282,6 +282,8 @@ def _small(cfg: Mapping[str, Any]) -> dict[str, Any]:
         small["clock"] = {"kind": "measured"}
     for section in nodes_of([small["executor"], small.get("source")]):
         section.update({k: min(section[k], n) for k, n in _AT_MOST.items() if section.get(k)})
+        if str(section.get("_target_", "")).endswith(".BlockSource"):  # its drafter is the target's
+            section["head"] = None
     model, exits = cfg["model"], dict[str, Any]()
     if _has_exit(small.get("source")):
         exits = _shrink_exit(small["executor"], small["source"], model)
