@@ -20,6 +20,7 @@ from specdec.pairs.random import build_random
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
 PAIR = {"dtype": "float32", "hidden_size": 64, "num_layers": 3, "backend": "onnx"}
+INT4 = {"quantization": "int4"}
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
 
@@ -111,7 +112,9 @@ def test_tokens_equal_plain_decoding_up_to_ties(kind):
 
 def test_refusals_name_the_remedy():
     with pytest.raises(UserError, match=r"quantization=int4 is not proved.*model.exact=false"):
-        build_random(**PAIR, quantization="int4", exact=True)
-    for backend in ("eager", "auto"):
-        with pytest.raises(UserError, match=r"quantization=draft_int8 .*use model.backend=onnx"):
-            build_random(**{**PAIR, "backend": backend}, quantization="draft_int8")
+        build_random(**PAIR, **INT4, exact=True)
+    with pytest.raises(UserError, match=r"quantization=draft_int8 .*use model.backend=onnx"):
+        build_random(**{**PAIR, "backend": "eager"}, quantization="draft_int8")
+    assert build_random(**PAIR | {"backend": "auto"}, quantization="draft_int8").backend == "onnx"
+    with pytest.raises(UserError, match=r"int4 needs ONNX Runtime: .*use model.quantization=none"):
+        _ = build_random(**PAIR | {"backend": "auto", "dtype": "bfloat16", **INT4}).backend

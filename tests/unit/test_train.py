@@ -225,11 +225,10 @@ class TestLosses:
             at = torch.tensor([anchor])
             rows = head(tokens[:, at], at, context)[0, 0]
             for number in range(min(3, 13 - anchor)):
-                place_of = anchor + number  # whose output predicts the token
-                before, row = tokens[0, place_of : place_of + 1], rows[number : number + 1]
-                logits, p = head.logits(row, before)[0], p_TV[place_of, ids]
+                before, row = tokens[0, anchor + number][None], rows[number : number + 1]
+                logits, p = head.logits(row, before)[0], p_TV[anchor + number, ids]
                 log_q, log_p = (logits / 0.7).log_softmax(-1), (p / p.sum()).log()
-                if bool(p.max() == p_TV[place_of].max()):
+                if bool(p.max() == p_TV[anchor + number].max()):
                     losses[number].append((log_p.exp() * (log_p - log_q)).sum())
                 share = torch.minimum(p, (logits / 0.7).softmax(-1)).sum()
                 estimate = head.confidence(row, before)[0]
