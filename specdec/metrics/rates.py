@@ -139,26 +139,38 @@ def _drafted_by(
 def speculative_decoding(
     counters: RequestCounters, *, whole_tree: bool, each_step: bool = False
 ) -> dict[str, Any] | None:
-    """Returns acceptance under the keys of vLLM's ``metrics.speculative_decoding`` (vLLM #48915,
-    shared by SGLang and llama.cpp and read by ``specdec fit``); None without draft tokens or unless
+    """Returns ``acceptance_keys`` of the counts; None without draft tokens or unless
     ``whole_tree``. ``each_step`` adds ``per_step_accepted`` of one request.
     """
-    drafted, accepted, lengths = counters.proposed, counters.accepted, counters.path_lengths
+    drafted, lengths = counters.proposed, counters.path_lengths
     if not whole_tree or not drafted or not lengths:
         return None
-    steps = lengths.total()
-    keys = {
-        "mean_acceptance_length": 1 + accepted / steps,
-        "draft_acceptance_rate": accepted / drafted,
-        "acceptance_histogram": [lengths[j + 1] for j in range(max(lengths))],
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,  # tree nodes
-        "num_spec_tokens": max(counters.judged_by_depth, default=0),
-    }
-    if each_step and len(counters.decided) == steps:
+    keys = acceptance_keys(lengths, drafted, max(counters.judged_by_depth, default=0))
+    if each_step and len(counters.decided) == lengths.total():
         keys["per_step_accepted"] = [length - 1 for length in counters.decided]
     return keys
+
+
+def acceptance_keys(lengths: Counter[int], drafted: int, deepest: int) -> dict[str, Any]:
+    """Returns acceptance under the keys of vLLM's ``metrics.speculative_decoding`` (vLLM #48915,
+    shared by SGLang and llama.cpp and read by ``specdec fit``).
+
+    Args:
+        lengths: number of decided tokens, at least 1 -> steps that decided as many.
+        drafted: draft tokens, the nodes of trees.
+        deepest: depth of the deepest draft token that was judged.
+    """
+    steps = lengths.total()
+    accepted = sum((length - 1) * count for length, count in lengths.items())
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else None,
+        "draft_acceptance_rate": _ratio(accepted, drafted),
+        "acceptance_histogram": [lengths[j + 1] for j in range(max(lengths, default=0))],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": deepest,
+    }
 
 
 def _cost_metrics(totals: RunTotals) -> dict[str, Any]:

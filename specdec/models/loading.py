@@ -100,7 +100,8 @@ def load_model(
 
 
 def _share(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
-    from specdec.tensor_parallel.sharding import shard_modules  # a room of its own
+    # Not imported where no tensor is shared between devices.
+    from specdec.tensor_parallel.sharding import shard_modules
 
     return shard_modules(model, group)
 

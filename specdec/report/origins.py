@@ -72,13 +72,9 @@ def origin_names(config: Mapping[str, Any]) -> dict[int, str]:
     if not source:  # decoding by transformers
         method = str(config["strategy"].get("method", ""))
         return {-1: "target", 0: "prompt lookup" if "lookup" in method else "draft model"}
-    draft, cheap = source.get("draft"), source.get("cheap")
-    nodes = source.get("sources")
+    draft, nodes = source.get("draft"), source.get("sources")
     if not isinstance(nodes, list):
         nodes = [draft if isinstance(draft, Mapping) else source]
-        # In a tree that a cheaper source extends, that source has index 1 (policies.staged).
-        if "inner" in (config.get("policy") or {}) and isinstance(cheap, Mapping):
-            nodes = [draft, cheap]
     return {-1: "target"} | {i: _name(node) for i, node in enumerate(nodes)}
 
 

@@ -7,18 +7,19 @@ its text again; here both are counted as they were generated.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import time
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from specdec.data import Prompt
 from specdec.data.prompt import TURN_IDS
 from specdec.data.sets import TASKS
 from specdec.files import write_text
+from specdec.metrics.rates import acceptance_keys
 from specdec.metrics.results import RequestResult
 
 Answer = dict[str, Any]
@@ -107,24 +108,18 @@ def _table(answers: Sequence[Answer]) -> pd.DataFrame:
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
     first = group.xs(0, level="repeat")
-    lengths, drafted = first["lengths"], int(first["draft_tokens"].sum())
+    lengths = first["lengths"]
     accepted = lengths.explode().dropna()
-    drafts = (accepted.astype(int) - 1).clip(lower=0)  # accepted ones of each step
+    steps = Counter(accepted.astype(int).clip(lower=1).tolist())
     means = [sum(steps) / len(steps) for steps in lengths if len(steps)]
     compared = group["ar_speed"].notna().all()
     return {
         "num_questions": len(lengths),
         "tokens_per_s": float(speeds["speed"].median()),
         "accept_length": float(accepted.mean()) if len(accepted) else None,
-        # SPEED-Bench's mean over questions, and vLLM's keys.
+        # SPEED-Bench's mean over questions
         "question_accept_length": sum(means) / len(means) if means else None,
-        "acceptance_histogram": np.bincount(drafts).tolist(),
-        "mean_acceptance_length": 1 + float(drafts.mean()) if len(drafts) else None,
-        "draft_acceptance_rate": int(drafts.sum()) / drafted if drafted else None,
-        "num_spec_steps": len(drafts),
-        "num_accepted_draft_tokens": int(drafts.sum()),
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": int(first["spec_tokens"].max()),
+        **acceptance_keys(steps, int(first["draft_tokens"].sum()), int(first["spec_tokens"].max())),
         "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
 

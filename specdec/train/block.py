@@ -75,12 +75,11 @@ class BlockDrafter(Drafter):
             draft_vocab_size=target.vocab_size if ids is None else len(ids),
             **variants,
         )
+        self.head, self.spec = head.requires_grad_(True), spec
         if ids is not None:
             head.target_ids = ids
             with torch.no_grad():
                 head.lm_head.weight.copy_(output.weight[ids.to(output.weight.device)])
-        self.head, self.spec = head.requires_grad_(True), spec
-        if ids is not None:
             head.lm_head.requires_grad_(options.matrix == "own")
         self.num_drafts = head.config.num_drafts
         self.layers = frozenset(layer + 1 for layer in head.config.layers)
