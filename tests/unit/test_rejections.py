@@ -55,18 +55,12 @@ class TestJudgement:
 
 
 def test_counts_of_a_trace() -> None:
+    nothing = Judgement(rank=0, candidates=0, in_tree=False)
     rows = [
         Judgement(rank=1, candidates=4, in_tree=True, draft_prob=0.9, top_prob=0.9),
         Judgement(rank=3, candidates=4, in_tree=False, draft_prob=0.1, top_prob=0.5),
-        Judgement(
-            rank=0,
-            candidates=4,
-            in_tree=False,
-            top_prob=0.7,
-            top_target_prob=0.2,
-            top_target_rank=2,
-        ),
-        Judgement(rank=0, candidates=0, in_tree=False),
+        nothing._replace(candidates=4, top_prob=0.7, top_target_prob=0.2, top_target_rank=2),
+        nothing,
     ]
     steps = [{"commit": {"judged": [[*one]]}} for one in rows]
     trees = {"requests": [{"steps": [*steps, {"commit": None}]}]}

@@ -44,12 +44,12 @@ def arms() -> list[Arm]:
 
 
 def seconds(
-    policy, law, *, num_requests=2, batch=1, mixed=True, profile=DEAR
+    policy, law, *, num_requests=2, batch=1, mixed=True, profile=DEAR, kind=SyntheticSource
 ) -> tuple[float, list[list[int]]]:
     """Simulated seconds of the requests, and their outputs."""
     hidden = SyntheticPair(vocab_size=512, **law)
     bench = Workbench(RecordedPair(hidden), clock=SimulatedClock(profile))
-    draft = SyntheticSource(pair=hidden)
+    draft = kind(pair=hidden)
     source = MixtureSource(sources=[NullSource(), draft]) if mixed else draft
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
     requests = [

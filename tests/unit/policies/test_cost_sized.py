@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specdec.clocks import CostCurve, LatencyProfile
+from specdec.clocks import CONTROLLER, CostCurve, LatencyProfile, Work
 from specdec.policies import BestFirst, CostSized, RootOnly
 from specdec.policies.fading_mean import FadingLine
+from specdec.sources import SyntheticSource
 
 from . import test_adaptive as bench
 
@@ -31,8 +32,22 @@ def profile(row_ms: float, draft_ms: float) -> LatencyProfile:
     return LatencyProfile(name="priced", costs=costs)
 
 
-def seconds(policy, law, prices) -> tuple[float, list[list[int]]]:
-    return bench.seconds(policy, law, num_requests=3, mixed=False, profile=profile(*prices))
+class CatchesUp(SyntheticSource):
+    """Makes a draft pass more for every 4 tokens since it was last called, of one request."""
+
+    seen = 0
+
+    def expand(self, state, nodes, k):
+        (request,) = state.requests.values()
+        for _ in range((len(request.output) - self.seen) // 4):
+            state.clock.charge(CONTROLLER, Work.DRAFT, 1)
+        self.seen = len(request.output)
+        return super().expand(state, nodes, k)
+
+
+def seconds(policy, law, prices, kind=SyntheticSource) -> tuple[float, list[list[int]]]:
+    priced = {"profile": profile(*prices), "kind": kind}
+    return bench.seconds(policy, law, num_requests=3, mixed=False, **priced)
 
 
 def sized() -> CostSized:
@@ -85,14 +100,15 @@ def test_dear_rows_make_small_trees_and_dear_drafts_shallow_ones():
     assert passes[0.1, 8.0] < 0.6 * passes[0.1, 1.0]
 
 
-def test_the_price_of_a_row_is_found():
+@pytest.mark.parametrize(
+    ("law", "kind"), [(LAWS["fair"], SyntheticSource), (bench.HOPELESS, CatchesUp)]
+)
+def test_the_prices_are_found(law, kind):
+    """Without what a source catches up after rounds that have not drafted."""
     policy = sized()
-    seconds(policy, LAWS["fair"], (0.5, 3.0))
-    (line,) = policy.notes()
-    assert (
-        "a pass 10.00 ms, each further row 0.50 ms, a draft pass 3.00 ms, a further one 3.00"
-        in line
-    )
+    seconds(policy, law, (0.5, 3.0), kind)
+    found = "a pass 10.00 ms, each further row 0.50 ms, a draft pass 3.00 ms, a further one 3.00"
+    assert found in policy.notes()[0]
 
 
 def test_one_slow_pass_does_not_move_the_line():

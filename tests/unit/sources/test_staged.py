@@ -129,9 +129,3 @@ def test_sampled_trees_are_those_of_the_draft_alone(policy):
         probs = request.tree.draft_probs
         for node_id, row in other.requests[request_id].tree.draft_probs.items():
             np.testing.assert_allclose(row, probs[node_id], atol=1e-12)
-
-
-def type_nodes(state, wanted):
-    from specdec.types import Nodes
-
-    return Nodes(tuple((i, state.requests[i].tree.ids[slots]) for i, slots in wanted.items()))
