@@ -72,8 +72,12 @@ class StopRules:
         if output[-1] in self.eos_ids:
             return "eos"
         if self.stop_strings and self.decode is not None:
-            longest = max(len(s.encode()) for s in self.stop_strings)
-            tail = self.decode(output[-(longest + _STOP_TAIL_TOKENS) :])
+            num_tokens = max(len(s.encode()) for s in self.stop_strings) + _STOP_TAIL_TOKENS
+            num_chars = max(map(len, self.stop_strings)) + _STOP_TAIL_TOKENS
+            tail = self.decode(output[-num_tokens:])
+            while len(tail) < num_chars and num_tokens < len(output):  # tokens without text
+                num_tokens *= 2
+                tail = self.decode(output[-num_tokens:])
             if any(s in tail for s in self.stop_strings):
                 return "stop_string"
         return "length" if len(output) >= self.max_new_tokens else None

@@ -312,3 +312,15 @@ def test_a_copy_keeps_the_present_trees_of_its_requests():
     assert then.path_tokens(1).tolist() == [1, 2, 3, 10]
     then.tree.append(np.array([0]), np.array([12]), np.zeros(1))
     assert request.tree.tokens.tolist() == [10, 11]
+
+
+def test_a_stop_string_is_found_across_tokens_without_text():
+    """Regression: the text was looked for in a fixed number of last tokens."""
+
+    def text(tokens):
+        return "".join({1: "ST", 2: "OP"}.get(token, "") for token in tokens)
+
+    stop = StopRules(max_new_tokens=99, stop_strings=("STOP",), decode=text)
+    output = [1, *[0] * 40, 2]
+    assert stop.reason(output[:-1]) is None
+    assert stop.reason(output) == "stop_string"
