@@ -24,7 +24,8 @@ _MEASURED = {  # column -> metric
 
 def against_others(item: Item, lab: Lab) -> Findings:
     """Table 2's cells against Table 1's. Keys: ``tokens_per_s`` and ``speedups`` (model -> row ->
-    [XSum, GSM8K]), ``table1_gsm8k`` (of L-13B), ``runs`` (see ``rival_runs``)."""
+    [XSum, GSM8K]), ``table1_gsm8k`` (of L-13B), ``runs`` (see ``rival_runs``), ``paced`` (see
+    ``add_paced``)."""
     findings, config = Findings(), item.config
     cells = config["tokens_per_s"]
     where = "ratio of stated tokens/s"
@@ -57,6 +58,8 @@ def against_others(item: Item, lab: Lab) -> Findings:
     )
     findings.table("Stated cells", columns, rows)
     rival_runs(item, lab, findings, config["runs"])
+    if lab.paced:
+        add_paced(config["paced"], lab, findings)
     return findings
 
 

@@ -7,8 +7,9 @@ sides know from ``InFlightRows`` which rows are alive.
 """
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,9 +111,24 @@ class DistributedExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> None:
+        self._begin(batch, self._first_ranks)
+        if batch.num_tokens:
+            self._on_stage[1] = batch
+        self._expected = self._expected_replies()
+        if self._times is not None:
+            last = self._on_stage.get(self.in_flight)
+            self._times.compute(self._num_rows(), 0 if last is None else last.num_nodes)
+            for part in self._side_parts.values():
+                if (at_exit := self._on_stage.get(part.group)) is not None:
+                    for _ in part.exits:
+                        self._times.exit(part.group - 1, at_exit.num_nodes)
+
+    def _begin(self, batch: Batch, ranks: Sequence[int]) -> None:
+        """Begins a step, and tells ``ranks`` its batch."""
         self._tick += 1
         self._step = batch.step
         self._in_step = True
+        self._is_waiting = False
         self.counters.count(batch)
         self._entry = Entry(closes=tuple(self._closes), opens=tuple(self._opens), batch=batch)
         for request_id in self._closes:
@@ -122,20 +138,9 @@ class DistributedExecutor(Executor):
         self._in_flight.enter(self._tick, batch)
         self._closes.clear()
         self._opens.clear()
-        if batch.num_tokens:
-            self._on_stage[1] = batch
-        self._expected = self._expected_replies()
-        self._is_waiting = False
         if not self._entry.is_empty:
             begin = Message(Kind.BEGIN, self._session, self._tick, self._entry)
-            self._group.send(begin, self._first_ranks)
-        if self._times is not None:
-            last = self._on_stage.get(self.in_flight)
-            self._times.compute(self._num_rows(), 0 if last is None else last.num_nodes)
-            for part in self._side_parts.values():
-                if (at_exit := self._on_stage.get(part.group)) is not None:
-                    for _ in part.exits:
-                        self._times.exit(part.group - 1, at_exit.num_nodes)
+            self._group.send(begin, ranks)
 
     def ready(self) -> bool:
         if self._times is not None and self._times.busy():
@@ -151,7 +156,9 @@ class DistributedExecutor(Executor):
 
     def poll(self) -> Output | None:
         self._group.check()
-        early = [k for k in self._expected if k[0] in _EARLY and self._group.has_reply(k)]
+        early = [
+            k for k in self._expected if k[0] in _EARLY and self._group.has_reply(k, self._session)
+        ]
         if early:
             self._is_waiting = False
             return self._read(self._replies(early))
@@ -215,7 +222,7 @@ class DistributedExecutor(Executor):
         self._handle.release(broken=self._in_step)
 
     def _has_all(self) -> bool:
-        return all(map(self._group.has_reply, self._expected))
+        return all(self._group.has_reply(key, self._session) for key in self._expected)
 
     def _replies(self, keys: Sequence[ReplyKey]) -> dict[ReplyKey, Any]:
         return {
@@ -274,3 +281,106 @@ class DistributedExecutor(Executor):
     def _is_open(self, entered: int, request_id: int) -> bool:
         # With executor=replicated, a busy copy is closed before it commits.
         return request_id not in self._closes and self._in_flight.is_open(request_id, entered)
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    """A batch of which rank 0 awaits replies."""
+
+    tick: int
+    missing: set[ReplyKey]
+    exits_at: int = -1  # tick at which the latest of its exits arrived
+    answers: tuple[Answers, ...] = ()
+
+
+class FreeExecutor(DistributedExecutor):
+    """A pipeline whose ranks wait only for what they receive (PPSD, Algorithm 1).
+
+    A step is one pass of the first stage: it ends when that pass, with its exit head, has ended,
+    and the oldest verdict that has arrived by then is read (line 3). A step in which a further one
+    waits already ends at once, and one without rows, or with ``in_flight`` batches unanswered, with
+    the next reply. So the number of steps depends on times, and the tokens do not: a node's answer
+    is passed on in a step after that of its last exit, when the policy has seen its children.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._times = None  # each rank paces itself
+        self._passing = False  # whether the first stage has not said that it is free
+        exits: set[ReplyKey] = {(Kind.EXITS, rank) for rank in {1, *self._side_parts}}
+        self._replies_of = {*exits, (Kind.ANSWERS, self._last_rank)}
+        self._unanswered: deque[_Unanswered] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        self._begin(batch, self._ranks)
+        if batch.num_tokens:
+            self._unanswered.append(_Unanswered(self._tick, set(self._replies_of)))
+            self._passing = True
+
+    def ready(self) -> bool:
+        keys = self._waits_for()
+        return not keys or any(self._group.has_reply(key, self._session) for key in keys)
+
+    def poll(self) -> Output | None:
+        self._group.check()
+        exits = self._take()
+        if not exits and not self.ready():
+            self._group.check_progress(self._timeout_s, begins=not self._is_waiting)
+            self._is_waiting = True
+        return Output(step=self._step, exits=exits) if exits else None
+
+    def collect(self, *, wait: bool = True) -> Output:
+        exits = self._take()
+        with self._meter.waiting():
+            while keys := self._waits_for(exits):
+                self._group.wait_for_reply(keys, self._session, self._timeout_s)
+                exits += self._take()
+        answers: tuple[Answers, ...] = ()
+        while not answers and self._has_answers() and self._unanswered[0].exits_at < self._tick:
+            batch = self._unanswered.popleft()
+            answers = tuple(a for a in batch.answers if self._is_open(batch.tick, a.request))
+            self._in_flight.drop(batch.tick)
+        return Output(step=self._step, answers=answers, exits=exits)
+
+    def commit(self, commits: Sequence[Commit], output: Output) -> None:
+        if commits:
+            ending = Ending(Entry(batch=Batch(step=self._step)), tuple(commits))
+            end = Message(Kind.END, self._session, self._tick, ending)
+            self._group.send(end, reversed(self._ranks))
+        self._in_flight.commit(self._tick, commits)
+        if self._draft is not None:
+            self._draft.step = self._step + 1
+        self._in_step = False
+
+    def _waits_for(self, exits: Sequence[Exits] = ()) -> set[ReplyKey]:
+        """Returns the replies of which one must arrive before the step can end; ``exits`` have
+        arrived in it.
+        """
+        if self._has_answers():
+            return set()
+        if self._passing:
+            return {(Kind.EXITS, 1)}
+        idle = not (exits or self._entry.batch.num_tokens)
+        alive = any(self._in_flight.alive(batch.tick) is not None for batch in self._unanswered)
+        is_full = len(self._unanswered) >= self.in_flight
+        return self._replies_of if (idle and alive) or is_full else set()
+
+    def _has_answers(self) -> bool:
+        return bool(self._unanswered) and not self._unanswered[0].missing
+
+    def _take(self) -> tuple[Exits, ...]:
+        """Takes the replies that have arrived, and returns the exits among them."""
+        exits: tuple[Exits, ...] = ()
+        for key in self._replies_of:
+            while (reply := self._group.next_reply(key, self._session)) is not None:
+                tick, body = reply
+                batch = next(batch for batch in self._unanswered if batch.tick == tick)
+                batch.missing.discard(key)
+                if key[0] is Kind.ANSWERS:
+                    batch.answers = body
+                    continue
+                batch.exits_at = self._tick
+                exits += tuple(e for e in body if self._is_open(tick, e.request))
+                if key[1] == 1 and batch is self._unanswered[-1]:
+                    self._passing = False
+        return exits

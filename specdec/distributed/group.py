@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -60,7 +60,7 @@ class RankGroup:
         self._session_ids = itertools.count(1)
         self._report_ids = itertools.count()
         self._failures = FailureDetector(store=store, size=size, processes=processes)
-        self.inbox = Inbox(range(1, size))
+        self.inbox = Inbox()
         started = [store_key("started", rank) for rank in range(1, size)]
         self._hosts: list[str] = []  # of ranks 1 .. size - 1, if a launcher has started them
         self.wait_for(started)
@@ -97,7 +97,7 @@ class RankGroup:
     def open_session(self, plan: SessionPlan) -> int:
         session = self.announce(plan)
         self.await_ready(session, plan.members)
-        self.inbox.listen({rank: self._links[rank] for rank in plan.repliers})
+        self.inbox.listen(session, {rank: self._links[rank] for rank in plan.repliers})
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
@@ -122,6 +122,7 @@ class RankGroup:
     def close_session(self, session: int) -> None:
         if self.alive:
             self.send(Message(Kind.RELEASE, session), range(1, self.size))
+            self.inbox.forget(session)
 
     @property
     def pids(self) -> list[int] | None:
@@ -150,22 +151,37 @@ class RankGroup:
         except PeerLost as lost:
             raise self.failed(lost) from None
 
-    def has_reply(self, key: ReplyKey) -> bool:
-        return self.inbox.has(key)
+    def has_reply(self, key: ReplyKey, session: int) -> bool:
+        return self.inbox.has(key, session)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         """Waits for the body of a reply to step ``tick``; drops earlier ones of this key."""
         waiting = False
         while True:
             try:
-                received = self.inbox.take(key, _POLL_S)
+                received = self.inbox.take(key, session, _POLL_S)
             except PeerLost as lost:
                 raise self.failed(lost) from None
             if received is None:
                 self.check_progress(timeout_s, begins=not waiting)
                 waiting = True
-            elif (received.session, received.tick) == (session, tick):
+            elif received.tick == tick:
                 return received.body
+
+    def next_reply(self, key: ReplyKey, session: int) -> tuple[int, Any] | None:
+        """Returns tick and body of a reply that has arrived, without waiting; None if none has."""
+        try:
+            received = self.inbox.take(key, session, 0)
+        except PeerLost as lost:
+            raise self.failed(lost) from None
+        return None if received is None else (received.tick, received.body)
+
+    def wait_for_reply(self, keys: Collection[ReplyKey], session: int, timeout_s: float) -> None:
+        """Waits until a reply of one of the kinds has arrived."""
+        waiting = False
+        while not self.inbox.wait(keys, session, _POLL_S):
+            self.check_progress(timeout_s, begins=not waiting)
+            waiting = True
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
         """Raises if a rank has failed, or none has made progress for ``timeout_s`` of a wait, which
@@ -229,37 +245,49 @@ class RankGroup:
 
 
 class Inbox:
-    """The replies of ranks, in one queue per kind and rank, filled by one thread per rank, which
-    sets the event ``wakeup``.
+    """The replies of ranks, in one queue per session, kind and rank, filled by one thread per rank,
+    which sets the event ``wakeup``.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self) -> None:
         self.wakeup: threading.Event | None = None
-        self._queues: dict[ReplyKey, queue.SimpleQueue[Message | PeerLost]] = {
-            (kind, rank): queue.SimpleQueue() for rank in ranks for kind in REPLIES
-        }
+        self._queues: dict[int, dict[ReplyKey, queue.SimpleQueue[Message | PeerLost]]] = {}
         self._threads: dict[int, threading.Thread] = {}
+        self._arrived = threading.Event()
 
-    def listen(self, links: Mapping[int, ControlLink]) -> None:
+    def listen(self, session: int, links: Mapping[int, ControlLink]) -> None:
+        """Opens the queues of a session that has not replied yet."""
+        self._queues[session] = {(k, rank): queue.SimpleQueue() for rank in links for k in REPLIES}
         for rank in links.keys() - self._threads.keys():
             thread = threading.Thread(target=self._read, args=(rank, links[rank]), daemon=True)
             self._threads[rank] = thread
             thread.start()
 
-    def has(self, key: ReplyKey) -> bool:
-        return not self._queues[key].empty()
+    def forget(self, session: int) -> None:
+        """Drops the replies of a session that is over."""
+        self._queues.pop(session, None)
 
-    def take(self, key: ReplyKey, timeout_s: float) -> Message | None:
+    def has(self, key: ReplyKey, session: int) -> bool:
+        return not self._queues[session][key].empty()
+
+    def take(self, key: ReplyKey, session: int, timeout_s: float) -> Message | None:
         """Waits for a reply; returns None after ``timeout_s``, and raises ``PeerLost`` if a
         connection broke.
         """
         try:
-            received = self._queues[key].get(timeout=timeout_s)
+            received = self._queues[session][key].get(timeout=timeout_s)
         except queue.Empty:
             return None
         if isinstance(received, PeerLost):
             raise received
         return received
+
+    def wait(self, keys: Collection[ReplyKey], session: int, timeout_s: float) -> bool:
+        """Waits for a reply of one of the kinds; returns whether there is one."""
+        self._arrived.clear()  # before the first look, so that none is missed
+        if not any(self.has(key, session) for key in keys):
+            self._arrived.wait(timeout_s)
+        return any(self.has(key, session) for key in keys)
 
     def join(self, timeout_s: float) -> None:
         """Waits for the threads: an interpreter that exits while one is inside gloo aborts the
@@ -272,14 +300,17 @@ class Inbox:
         try:
             while True:
                 received = Message.unpack(link.receive())
-                self._queues[received.kind, rank].put(received)
+                if (queues := self._queues.get(received.session)) is not None:
+                    queues[received.kind, rank].put(received)
                 self._wake()
         except PeerLost as error:
-            for replies in self._queues.values():  # every waiting caller raises
-                replies.put(error)
+            for queues in [*self._queues.values()]:  # every waiting caller raises
+                for replies in queues.values():
+                    replies.put(error)
             self._wake()
 
     def _wake(self) -> None:
+        self._arrived.set()
         if self.wakeup is not None:
             self.wakeup.set()
 

@@ -27,7 +27,7 @@ class Kind(IntEnum):
     rank 0 within a step, the others by rank 0."""
 
     SETUP = auto()  # opens a session (its plan)
-    BEGIN = auto()  # a step's batch, to the first stage (``Entry``)
+    BEGIN = auto()  # a step's batch, to the first stage; to all if they run free (``Entry``)
     END = auto()  # the step's commits, and its batch for the later stages (``Ending``)
     REPORT = auto()  # requests the rank's counts
     RELEASE = auto()  # closes a session

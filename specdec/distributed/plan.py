@@ -59,6 +59,7 @@ class SessionPlan(_Plan):
     # number of ranks that share each layer; rank r receives rows from rank r - degree
     degree: int = 1
     blocks: Blocks = (None, 16)  # of each rank's paged cache
+    lock_step: bool = True  # False: ranks wait only for what they receive
     shared_with_draft: bool = False  # whether the draft uses the same devices in turns
 
     @property
@@ -84,7 +85,8 @@ class SessionPlan(_Plan):
     @property
     def repliers(self) -> set[int]:
         sides = {i for i, part in enumerate(self.ranks, 1) if part.has_side_outputs}
-        return sides | {len(self.ranks)}
+        # A first rank that runs free says when it has finished a pass.
+        return sides | {len(self.ranks)} | (set() if self.lock_step else {1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import torch
 
 from specdec.clocks import Clock
 from specdec.clocks.meter import Meter
-from specdec.distributed.executor import DistributedExecutor
+from specdec.distributed.executor import DistributedExecutor, FreeExecutor
 from specdec.distributed.plan import DraftPlan, SessionPlan, check_gpus, plan_ranks
 from specdec.distributed.shared_draft import DraftGroup
 from specdec.executors.layout import PipelinePlan
@@ -70,6 +70,10 @@ class Ranks:
             hidden=needs.hidden,
             early=needs.early_hidden,
         )
+        # A tensor-parallel stage needs the same rows on all of its ranks, and hidden states are
+        # matched with answers by their step.
+        free = bool(exits) and not (plan.lock_step or needs.hidden or needs.early_hidden)
+        free &= layout.degree == 1
         session = SessionPlan(
             ranks=parts,
             degree=layout.degree,
@@ -79,10 +83,11 @@ class Ranks:
             needs=needs,
             shared_with_draft=layout.shared,
             blocks=blocks,
+            lock_step=not free,
             **self._shared,
         )
         draft, self._draft = self._draft, None
-        return DistributedExecutor(
+        return (FreeExecutor if free else DistributedExecutor)(
             plan=session,
             clock=clock,
             meter=meter,

@@ -4,6 +4,7 @@ The rows that a rank computes in a step were sent at the end of the previous ste
 but the first starts on them as soon as they arrive; the first waits for the controller's batch.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from specdec.clocks import Timeline, WallClock, Work
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
+from specdec.device import to_device
 from specdec.distributed.messages import Ending, Entry, Kind, Message, States
 from specdec.distributed.plan import DraftPlan, SessionPlan
 from specdec.distributed.transport import (
@@ -28,6 +30,7 @@ from specdec.executors.stage import InFlight, InFlightRows, Stage
 from specdec.pairs import HuggingFacePair, ModelPair
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.tensor_parallel.collective import Collective
+from specdec.types import Answers, Batch, Exits, IntArray
 
 _MAX_PENDING = 16  # hidden states may be large
 
@@ -45,10 +48,11 @@ class StageLinks:
         """``neighbours`` are the ranks before and after, 0 without one; ``link`` is to rank 0."""
         self._link = link
         self._session = session
-        device, dtype, width = CPU, torch.float32, 1
+        device, self._dtype, self._width = CPU, torch.float32, 1
         if stage.layers is not None:
             runner = stage.layers.runner
-            device, dtype, width = runner.device, runner.dtype, runner.hidden_size
+            device = runner.device
+            self._dtype, self._width = runner.dtype, runner.hidden_size
         before, after = neighbours
         self._sender = self._receiver = None
         connect = connections.stage_peer
@@ -57,12 +61,16 @@ class StageLinks:
             self._sender = RowSender(peer, ROWS + session, wire)
         if before:
             peer, wire = connect(before, device, max_pending=_MAX_PENDING)
-            self._receiver = RowReceiver(peer, ROWS + session, wire, width=width, dtype=dtype)
+            self._receiver = RowReceiver(
+                peer, ROWS + session, wire, width=self._width, dtype=self._dtype
+            )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """Sends to the next stage; stages without a model send ``num_rows`` rows of zeros."""
+        """Sends to the next stage; None stands for ``num_rows`` rows of zeros."""
         assert self._sender is not None, "the last stage has no receiver"
-        self._sender.send(torch.zeros(num_rows, 1) if rows is None else rows)
+        if rows is None:
+            rows = torch.zeros(num_rows, self._width, dtype=self._dtype)
+        self._sender.send(rows)
 
     def receive_rows(self, num_rows: int) -> torch.Tensor:
         assert self._receiver is not None, "the first stage has no sender"
@@ -180,13 +188,16 @@ class StageSession(RankSession):
             self._compute(tick + 1, tick + 2 - self._plan.group)
 
     def _enter(self, tick: int, entry: Entry) -> None:
+        self._admit(tick, entry)
+        self._in_flight.enter(tick, entry.batch)
+
+    def _admit(self, tick: int, entry: Entry) -> None:
         for request_id in entry.closes:
             self._in_flight.close(request_id)
             self._stage.close(request_id)
         for opened in entry.opens:
             self._in_flight.open(opened.id, tick)
             self._stage.open(opened)
-        self._in_flight.enter(tick, entry.batch)
 
     def _compute(self, tick: int, entered: int) -> None:
         flight = self._in_flight.alive(entered)
@@ -241,3 +252,84 @@ class StageSession(RankSession):
             num_rows = 1
         self._clock.charge(self._rank, Work.TRANSFER, num_rows)
         self.doing = "waiting for rank 0"
+
+
+class FreeStageSession(StageSession):
+    """A rank that waits only for the rows that it receives (PPSD, Algorithm 1).
+
+    A batch is sent on with as many rows as it entered with, so that the next rank need not know
+    which commits this one has read: rows that it knows to be pruned are zeros, and a pass of which
+    none is left does not run. A pass sends its rows before the time of its exit heads is charged
+    (lines 9 to 13); the heads' work is part of the pass.
+    """
+
+    def __init__(self, *, take: Callable[[], Message | None], **given: Any) -> None:
+        """``take`` returns the next message of the session, if one has arrived."""
+        super().__init__(**given)
+        self._take = take
+        self._batches: deque[tuple[int, Batch]] = deque()  # tick of entry, and the batch
+
+    def handle(self, kind: Kind, tick: int, body: Any) -> None:
+        self._read(kind, tick, body)
+        while self._batches:
+            self._pass_on(*self._batches.popleft())
+
+    def _read(self, kind: Kind, tick: int, body: Any) -> None:
+        if kind is Kind.BEGIN:
+            self._admit(tick, body)
+            if body.batch.num_tokens:
+                self._batches.append((tick, body.batch))
+        else:
+            self._in_flight.commit(tick, body.commits)
+            self._clock.start(self._rank)
+            self._stage.commit(body.commits)
+            self._clock.charge(self._rank, Work.PRUNE, sum(c.num_examined for c in body.commits))
+
+    def _pass_on(self, tick: int, batch: Batch) -> None:
+        clock, rank, num_rows = self._clock, self._rank, batch.num_tokens
+        hidden = None
+        if self._sender:
+            self.doing = f"waiting for {num_rows} rows of rank {self._sender} in step {tick}"
+            hidden = self._links.receive_rows(num_rows)
+        clock.start(rank)
+        while (message := self._take()) is not None:
+            self._read(message.kind, message.tick, message.body)
+        flight = InFlight(batch, hidden)
+        index = self._in_flight.prune(tick, flight)
+        self.doing = f"computing {len(index)} rows in step {tick}"
+        self._set_step(batch.step)
+        exits: tuple[Exits, ...] = ()
+        answers: tuple[Answers, ...] = ()
+        num_nodes, heads = flight.batch.num_nodes, 0
+        if len(index):
+            out, exits = self._stage.compute(flight)
+            answers, heads = self._stage.answer(flight.batch, out), len(out.exit_logits)
+            self.rows += len(index)
+            clock.charge(rank, Work.STAGE, len(index))
+        if self._is_last:
+            clock.charge(rank, Work.HEAD, num_nodes)
+            clock.charge(rank, Work.TRANSFER, min(num_nodes, 1))
+            self._links.reply(Kind.ANSWERS, tick, answers)
+        self._links.release_rows()
+        if self._receiver:
+            clock.charge(rank, Work.TRANSFER, len(index))
+            self.doing = f"sending {num_rows} rows to rank {self._receiver}"
+            self._links.send_rows(_spread(flight.hidden, index, num_rows), num_rows)
+        for _ in range(heads):
+            clock.charge(rank, Work.EXIT, num_nodes)
+            if self._plan.group > 1:  # the token goes to the first stage
+                clock.charge(rank, Work.TRANSFER, 1)
+        if self._plan.exits or rank == 1:
+            self._links.reply(Kind.EXITS, tick, exits)
+        self.doing = "waiting for rank 0"
+
+
+def _spread(rows: torch.Tensor | None, index: IntArray, num_rows: int) -> torch.Tensor | None:
+    """Returns [num_rows, E] with ``rows`` at the places ``index``, and zeros elsewhere."""
+    if rows is None or not len(index):
+        return None
+    if len(index) == num_rows:
+        return rows
+    spread = rows.new_zeros(num_rows, rows.shape[1])
+    spread[to_device(index, rows.device)] = rows
+    return spread

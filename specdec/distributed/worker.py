@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -25,7 +26,12 @@ from specdec.distributed.launch import NOTE
 from specdec.distributed.messages import ANY_FAILED, HEARTBEAT_S, Kind, Message, store_key
 from specdec.distributed.plan import DraftPlan, SessionPlan, own_gpu
 from specdec.distributed.shared_draft import DraftSession
-from specdec.distributed.stage_worker import RankSession, StageLinks, StageSession
+from specdec.distributed.stage_worker import (
+    FreeStageSession,
+    RankSession,
+    StageLinks,
+    StageSession,
+)
 from specdec.distributed.transport import CPU, Connections, ControlLink, PeerLost
 from specdec.errors import UserError
 from specdec.pairs import ModelPair, build_pair
@@ -57,6 +63,7 @@ class Worker:
         store.set(store_key("started", rank), socket.gethostname())
         self.connections = Connections(store, rank, size, loopback=loopback)
         self.link = ControlLink(self.connections.peer(0, max_pending=_MAX_PENDING))
+        self._mailbox: Mailbox | None = None  # of ranks that run free
         self._pairs: dict[str, ModelPair] = {}
         self._sessions: dict[int, RankSession] = {}
         self._current: RankSession | None = None
@@ -69,7 +76,10 @@ class Worker:
     def serve(self) -> None:
         with torch.inference_mode():
             while True:
-                message = Message.unpack(self.link.receive())
+                if self._mailbox is None:
+                    message = Message.unpack(self.link.receive())
+                else:
+                    message = self._mailbox.get()
                 if message.kind is Kind.STOP:
                     return
                 self._handle(*message)
@@ -105,7 +115,11 @@ class Worker:
         else:
             part = plan.ranks[self.rank - 1]
             what = f"stage {part.group}, layers {part.layers}"
-            self._sessions[session] = StageSession(
+            make: Callable[..., StageSession] = StageSession
+            if not plan.lock_step:
+                self._mailbox = self._mailbox or Mailbox(self.link)
+                make = partial(FreeStageSession, take=partial(self._mailbox.take, session))
+            self._sessions[session] = make(
                 rank=self.rank,
                 plan=plan,
                 pair=pair,
@@ -169,6 +183,54 @@ class Worker:
             f" for executor.timeout_s={timeout_s:g} s"
         )
         os._exit(1)
+
+
+class Mailbox:
+    """The messages of rank 0, received by a thread, so that a rank can read the commits that have
+    arrived while it waited for rows.
+    """
+
+    def __init__(self, link: ControlLink) -> None:
+        self._link = link
+        self._messages: deque[Message | PeerLost] = deque()
+        self._arrived = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def get(self) -> Message:
+        """Waits for the next message; raises ``PeerLost`` if the connection broke."""
+        with self._arrived:
+            while not self._messages:
+                self._arrived.wait()
+            received = self._messages.popleft()
+        if isinstance(received, PeerLost):
+            raise received
+        return received
+
+    def take(self, session: int) -> Message | None:
+        """Returns the next message, if it has arrived and is about a step of ``session``."""
+        with self._arrived:
+            message = self._messages[0] if self._messages else None
+            if (
+                isinstance(message, Message)
+                and message.session == session
+                and message.kind in (Kind.BEGIN, Kind.END)
+            ):
+                self._messages.popleft()
+                return message
+        return None
+
+    def _read(self) -> None:
+        received: Message | PeerLost | None = None
+        while not (
+            isinstance(received, PeerLost) or (received is not None and received.kind is Kind.STOP)
+        ):
+            try:
+                received = Message.unpack(self._link.receive())
+            except PeerLost as lost:
+                received = lost
+            with self._arrived:
+                self._messages.append(received)
+                self._arrived.notify()
 
 
 def _log(text: str) -> None:

@@ -76,7 +76,8 @@ class PipelineOptions:
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
         lock_step: every step ends when its slowest stage has finished; False: stages wait only for
-            what they receive, on a simulated clock (PPSD Algorithm 1). Ranks always keep the steps.
+            what they receive (PPSD Algorithm 1), on a simulated clock and, with a source of early
+            exits and one rank per range of layers, over processes. Others keep the steps.
         timeout_s: a distributed run fails when no rank has made progress for this long.
     """
 

@@ -158,9 +158,9 @@ class InFlight:
     captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
     version: int = 0  # of the ``InFlightRows`` by which it was last pruned
 
-    def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> None:
+    def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> IntArray:
         """Drops rows of nodes that a commit did not keep, and all rows of closed requests (SpecPipe
-        3.3.2, second phase of a step).
+        3.3.2, second phase of a step); returns the indices of the others.
         """
         num_rows = self.batch.num_tokens
         self.batch, index = _surviving(self.batch, commits, closed)
@@ -169,6 +169,7 @@ class InFlight:
             rows = to_device(index, self.hidden.device)
             self.hidden = self.hidden[rows]
             self.captured = {name: states[rows] for name, states in self.captured.items()}
+        return index
 
 
 def _surviving(
@@ -234,12 +235,13 @@ class InFlightRows:
         """Returns whether the request was open at ``tick``, and still is."""
         return self._opened.get(request_id, tick + 1) <= tick
 
-    def prune(self, tick: int, flight: InFlight) -> None:
+    def prune(self, tick: int, flight: InFlight) -> IntArray:
         requests = {rows.request for rows in flight.batch.trees}
         requests.update(chunk.request for chunk in flight.batch.prefills)
         closed = {request_id for request_id in requests if not self.is_open(request_id, tick)}
         latest = {r: self._latest[r] for r in requests - closed if r in self._latest}
-        flight.prune({r: commit for r, (at, commit) in latest.items() if at >= tick}, closed)
+        commits = {r: commit for r, (at, commit) in latest.items() if at >= tick}
+        return flight.prune(commits, closed)
 
     def alive(self, tick: int) -> InFlight | None:
         flight = self._flights.get(tick)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ from specdec.clocks import CONTROLLER
 from specdec.distributed.messages import REPLIES, Kind, Message, ReplyKey
 from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import use_group
-from specdec.distributed.stage_worker import StageSession
+from specdec.distributed.stage_worker import FreeStageSession, StageSession
 from specdec.executors.stage import Stage
 from specdec.pairs import build_pair
 
@@ -66,7 +68,10 @@ class _Group:
         for rank in ranks:
             links = _Links(self, session, rank, queues[rank - 1], queues[rank])
             with self.of(rank):
-                self.sessions[session, rank] = StageSession(
+                make: Callable[..., StageSession] = StageSession
+                if not plan.lock_step:
+                    make = partial(FreeStageSession, take=lambda: None)
+                self.sessions[session, rank] = make(
                     rank=rank, plan=plan, pair=pair, make_links=links.of
                 )
         return session
@@ -140,8 +145,21 @@ class ThreadGroup(_Group):
     def put_reply(self, received: Message, rank: int) -> None:
         self._replies[received.kind, rank].put(received)
 
-    def has_reply(self, key: ReplyKey) -> bool:
+    def has_reply(self, key: ReplyKey, session: int) -> bool:
         return not self._replies[key].empty()
+
+    def next_reply(self, key: ReplyKey, session: int) -> tuple[int, Any] | None:
+        while self.has_reply(key, session):
+            received = self._replies[key].get()
+            if isinstance(received, BaseException):
+                raise received
+            if received.session == session:
+                return received.tick, received.body
+        return None
+
+    def wait_for_reply(self, keys: Iterable[ReplyKey], session: int, timeout_s: float) -> None:
+        while not any(self.has_reply(key, session) for key in keys):
+            time.sleep(1e-4)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         while True:
@@ -207,9 +225,18 @@ class VirtualGroup(_Group):
     def put_reply(self, received: Message, rank: int) -> None:
         self._replies[received.kind, rank].append((self.now, received))
 
-    def has_reply(self, key: ReplyKey) -> bool:
+    def has_reply(self, key: ReplyKey, session: int) -> bool:
         replies = self._replies[key]
         return bool(replies) and replies[0][0] <= self.now
+
+    def next_reply(self, key: ReplyKey, session: int) -> tuple[int, Any] | None:
+        if not self.has_reply(key, session):
+            return None
+        received = self._replies[key].popleft()[1]
+        return received.tick, received.body
+
+    def wait_for_reply(self, keys: Iterable[ReplyKey], session: int, timeout_s: float) -> None:
+        self.wait_for(min(self._replies[key][0][0] for key in keys if self._replies[key]))
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
         sent, received = self._replies[key].popleft()

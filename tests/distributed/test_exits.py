@@ -102,6 +102,30 @@ def test_exits_of_ranks_are_those_of_one_process(
     same_exits(exits(strategy, stages, layer, sampling, head=head))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "stages", "layer", "sampling", "keys"),
+    [
+        ("ppsd", 3, 3, "greedy", {}),
+        ("ppsd", 8, 6, "t06", {"batch_size": 2}),
+        ("ppsd", 3, 4, "no_repeat4", {}),
+        ("ppsd", 3, 2, "t08", {"batch_size": 2, "verifier": rejection()}),
+        ("ppsd_tree", 4, 3, "t06", {}),  # parts of a batch are pruned on its way
+        ("ppsd_tree", 2, 5, "greedy", {"executor__groups": [1, 3]}),
+        ("ppsd_multi", 4, 2, "t06", {}),
+        ("ppsd_multi", 4, 2, "t08", {"verifier": rejection()}),
+    ],
+)
+def test_ranks_that_run_free_decode_the_same_tokens(
+    strategy: str, stages: int, layer: int, sampling: str, keys: dict[str, Any]
+) -> None:
+    values = exits(strategy, stages, layer, sampling, executor__lock_step=False, **keys)
+    expected, _ = decoded(values, "in_process")
+    found, _ = decoded(values, "distributed")
+    assert sorted((r["id"], r["output"]) for r in found) == sorted(
+        (r["id"], r["output"]) for r in expected
+    )
+
+
 def test_distributions_travel() -> None:
     """Rejection needs the distributions of the candidates and of the target."""
     same_exits(exits("ppsd", 2, 6, "t08", verifier=rejection()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed.fake_ranks import virtual_ranks
@@ -56,7 +57,34 @@ def test_paced_times_are_the_simulators(
     strategy: str, draft_ms: float, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = {**COSTS, "draft": {"tokens": [1], "ms": [draft_ms]}}
+    expected, found = both_times(strategy, costs, monkeypatch, **keys)
+    assert found == {request: pytest.approx(times) for request, times in expected.items()}
+
+
+def both_times(
+    strategy: str, costs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **keys: Any
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
     expected = emitted("simulated", strategy, costs, **keys)
     with virtual_ranks(sum(keys.get("executor__groups", [1] * STAGES)) + 1, monkeypatch):
-        found = emitted("paced", strategy, costs, **keys)
-    assert found == {request: pytest.approx(times) for request, times in expected.items()}
+        return expected, emitted("paced", strategy, costs, **keys)
+
+
+@pytest.mark.parametrize("transfer_ms", [0.0, 3.0])
+def test_paced_times_of_ranks_that_run_free_are_the_simulators(
+    transfer_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ends at the same time; before, ranks report an answer at the end of the pass in
+    which it arrives (PPSD, Algorithm 1, line 3), and the simulator when it arrives.
+
+    The first stage is the slowest and pruning is free: a virtual rank does what it is sent at once,
+    so it runs passes of which a rank with its own time would learn that they were pruned.
+    """
+    prices = {"stage": 20.0, "head": 5.0, "exit": 9.0, "transfer": transfer_ms}
+    costs = {kind: {"tokens": [1], "ms": [ms]} for kind, ms in prices.items()}
+    free = {"executor__lock_step": False, "model__exit_layer": 1}
+    expected, found = both_times("ppsd", costs, monkeypatch, **free)
+    for request, times in expected.items():
+        late = np.subtract(found[request], times)
+        assert late[-1] == pytest.approx(0.0, abs=1e-6)
+        assert min(late) > -1e-6
+        assert max(late) < 2.0 * (20.0 + transfer_ms + 9.0) / 1e3, "later than the pass that runs"

@@ -107,20 +107,27 @@ class Link:
         return self._sent.pop(0).pack()
 
 
+class Silent:
+    def receive(self) -> IntArray:
+        threading.Event().wait()
+        raise AssertionError
+
+
 def test_replies_wait_in_order_and_wake_who_waits_for_anything() -> None:
     large = torch.arange(1 << 16, dtype=torch.float64).reshape(2, -1)
-    inbox = Inbox([1])
-    assert inbox.take(ANSWERS, 0.01) is None
+    inbox = Inbox()
+    inbox.listen(2, {2: Silent()})  # type: ignore[dict-item]
+    assert inbox.take((Kind.ANSWERS, 2), 2, 0.01) is None
     inbox.wakeup = event = threading.Event()
-    inbox.listen({1: Link(1, 5, large, 7)})  # type: ignore[dict-item]
-    received = [inbox.take(ANSWERS, TIMEOUT_S) for _ in range(3)]
+    inbox.listen(1, {1: Link(1, 5, large, 7)})  # type: ignore[dict-item]
+    received = [inbox.take(ANSWERS, 1, TIMEOUT_S) for _ in range(3)]
     assert [(r.session, r.tick) for r in received if r is not None] == [(1, 0), (1, 1), (1, 2)]
     assert torch.equal(received[1].body, large)  # type: ignore[union-attr]
     assert event.is_set()
 
 
 def test_a_rank_that_ended_is_named_to_whoever_waits_for_another() -> None:
-    inbox = Inbox([1, 2])
-    inbox.listen({2: Link(2)})  # type: ignore[dict-item]
+    inbox = Inbox()
+    inbox.listen(1, {1: Silent(), 2: Link(2)})  # type: ignore[dict-item]
     with pytest.raises(PeerLost, match="rank 2"):
-        inbox.take(ANSWERS, TIMEOUT_S)
+        inbox.take(ANSWERS, 1, TIMEOUT_S)
