@@ -119,6 +119,19 @@ def test_over_processes(
     same(composed(strategy, stages, sampling, keys))
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "batch_size"), [("ppsd", 1), ("ppsd_tree", 2)])
+def test_processes_that_run_free(
+    strategy: str, batch_size: int, keep_ranks: Callable[..., None]
+) -> None:
+    """A rank reads commits that arrive while it waits for rows; the tokens are the same."""
+    keep_ranks()
+    keys = {"executor__lock_step": False, "batch_size": batch_size, "model__exit_layer": 3}
+    expected, _ = run(config(strategy, 3, "t06", **keys))
+    found, _ = run(config(strategy, 3, "t06", distributed=True, **keys))
+    assert {k: r.output for k, r in found.items()} == {k: r.output for k, r in expected.items()}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_eight_processes() -> None:
