@@ -270,6 +270,11 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
             f" {target.max_positions} positions of {at}: lower it"
         )
+    if not target.has_mtp and any(node.get("untrained") == "mtp" for node in sources):
+        raise UserError(
+            f"{at} of model_type {target.model_type!r} has no MTP layers (num_mtp_layers,"
+            " num_nextn_predict_layers): choose another source, or model=random to try it"
+        )
     if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
         raise UserError(
             f"strategy={name} drafts with an EAGLE head: add model.eagle_head=FOLDER (config.json"

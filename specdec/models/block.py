@@ -453,16 +453,18 @@ def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:
         features, logits = hidden_states(target, text, head.config.names)
         drafts = head.config.num_drafts
         places = torch.arange(text.shape[1], device=text.device)
-        optimizer = torch.optim.Adam(head.requires_grad_(True).parameters(), lr=5e-3)
-        for step in range(120):
+        optimizer = torch.optim.Adam(head.requires_grad_(True).parameters(), lr=1e-2)
+        for step in range(60):
+            part = slice(step % 4, None, 4)
             anchor = places[1 + step % (text.shape[1] - drafts - 1)][None]
             ahead = anchor[:, None] + places[:drafts]
-            goal = logits[:, ahead].softmax(-1)
-            rows = head(text[:, anchor], anchor, head.context(features, places))
-            drafted = head.logits(rows, text[:, ahead]).log_softmax(-1)
+            before, goal = text[part, ahead], logits[part, ahead].softmax(-1)
+            context = head.context(features[part], places)
+            rows = head(text[part, anchor], anchor, context)
+            drafted = head.logits(rows, before).log_softmax(-1)
             loss = -(goal * drafted).sum(-1).mean()
             if head.config.confidence:
-                loss = loss + confidence_loss(head, rows, text[:, ahead], goal, drafted.exp())
+                loss = loss + confidence_loss(head, rows, before, goal, drafted.exp())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -36,7 +36,8 @@ _LFS = b"version "  # first bytes of a git-lfs pointer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Properties of a model folder, sizes 0 if the config omits them; ``tied``: the output head has
-    the embeddings' weights; ``tensors`` maps names to the files of their shards.
+    the embeddings' weights; ``has_mtp``: the config names MTP layers; ``tensors`` maps names to the
+    files of their shards.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class ModelInfo:
     vocab_size: int
     max_positions: int
     tied: bool
+    has_mtp: bool
     tensors: Mapping[str, str]
 
 
@@ -72,6 +74,7 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
         vocab_size=_size(where, text, "vocab_size"),
         max_positions=_size(where, text, "max_position_embeddings", "n_positions"),
         tied=bool(config.get("tie_word_embeddings", True)),
+        has_mtp=any(value for key, value in text.items() if "mtp" in key or "nextn" in key),
         tensors=_tensor_files(folder),
     )
 

@@ -141,6 +141,7 @@ class HuggingFacePair(ModelPair):
             vocab_size=config.vocab_size,
             max_positions=config_value(config, "max_position_embeddings", 0),
             tied=config.tie_word_embeddings,
+            has_mtp=bool(getattr(config, "num_mtp_layers", 0)),
             tensors={},
         )
 

@@ -11,7 +11,9 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from specdec.config.job import run_job_of
 from specdec.errors import UserError
+from specdec.models.inspection import inspect_model
 from specdec.models.mtp import mtp_head
 from specdec.pairs.pretrained import LoadedPair
 from specdec.testing import RandomPair
@@ -109,3 +111,12 @@ def test_a_target_without_is_refused(tmp_path: Path) -> None:
     saved_target(tmp_path)  # the config promises a layer that the file does not have
     with pytest.raises(UserError, match="cannot be read"):
         mtp_head(LoadedPair(target=Glm4MoeForCausalLM.from_pretrained(tmp_path).eval()))
+
+
+def test_a_target_without_mtp_layers_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    for layers in (0, 1):
+        saved_target(tmp_path, layers).save_pretrained(tmp_path)
+        assert inspect_model(tmp_path).has_mtp == bool(layers)
+    with pytest.raises(UserError, match="has no MTP layers"):
+        run_job_of(["strategy=mtp", "model=tiny"])
+    run_job_of(["strategy=mtp", "model=random"])
