@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from heads import cases
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
 from specdec.compose.workbench import Workbench, build
@@ -19,14 +20,6 @@ from specdec.types import BoolArray, Nodes
 from specdec.verifiers import RejectionVerifier
 from strategies.multi_exit import ExitChances, MultiExitSource, eesd_saving, ppsd_saving
 from tests.unit.test_early_exit import pair, simulated
-
-WARM = SamplingParams(temperature=0.7)
-
-
-def cases(num: int = 3, tokens: int = 14) -> list[Case]:
-    stop = StopRules(max_new_tokens=tokens)
-    rules = [SamplingParams(), WARM, SamplingParams(temperature=0.9, no_repeat_ngram=2)]
-    return [Case(5 + i, "", tuple(range(2, 3 + 4 * i)), rules[i % 3], stop) for i in range(num)]
 
 
 def going_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
