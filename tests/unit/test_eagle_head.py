@@ -44,6 +44,15 @@ def whole(head: EagleHead, tokens: Any, states: torch.Tensor) -> torch.Tensor:
     return head(ids, states[None], torch.arange(ids.shape[1])[None])[0]
 
 
+def from_features(runner: EagleRunner, rows: list[Any], given: torch.Tensor) -> Any:
+    """A pass over rows that all read features."""
+    numbers = np.arange(len(given))
+    none = torch.zeros(0, runner.head.config.layer.hidden_size, dtype=torch.float64)
+    return runner.forward(
+        rows, features=given, feature_rows=numbers, states=none, logits_rows=numbers
+    )
+
+
 @pytest.mark.parametrize("variant", eagle.VARIANTS)
 def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
     """Prefix rows read features; two branches of nodes below read the head's own outputs."""
@@ -51,20 +60,10 @@ def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
     tokens, features = sequence(head)
     runner = EagleRunner(head, meter=Meter())
     cache = runner.new_cache(4)
-    empty = torch.zeros(0, head.config.layer.hidden_size, dtype=torch.float64)
     parts = []
     for first, last in ((0, 4), (4, T)):
         rows = cache.rows(prefix_tokens=tokens[first:last].numpy())
-        num = np.arange(last - first)
-        parts.append(
-            runner.forward(
-                [rows],
-                features=features[first:last],
-                feature_rows=num,
-                states=empty,
-                logits_rows=num,
-            )
-        )
+        parts.append(from_features(runner, [rows], features[first:last]))
     expected = whole(head, tokens, head.states(features))
     torch.testing.assert_close(
         torch.cat([p.logits for p in parts]), head.logits(expected), rtol=1e-9, atol=1e-9
@@ -104,15 +103,7 @@ def test_entries_computed_again_replace_the_old_ones() -> None:
     cache = runner.new_cache(2)
     wrong = features.clone()
     wrong[4:7] += 1.0
-
-    def run(parts: list[Any], given: torch.Tensor) -> Any:
-        rows = np.arange(len(given))
-        none = torch.zeros(0, head.config.layer.hidden_size, dtype=torch.float64)
-        return runner.forward(
-            parts, features=given, feature_rows=rows, states=none, logits_rows=rows
-        )
-
-    run([cache.rows(prefix_tokens=tokens[:7].numpy())], wrong[:7])
+    from_features(runner, [cache.rows(prefix_tokens=tokens[:7].numpy())], wrong[:7])
     tree = TreeRows.within(
         prefix_len=7,
         node_ids=np.array([0, 1]),
@@ -120,7 +111,7 @@ def test_entries_computed_again_replace_the_old_ones() -> None:
         parent_ids=np.array([-1, 0]),
     )
     again = rewritten(cache, tokens[4:7].numpy(), 4)
-    logits = run([again, cache.rows(tree=tree)], features[4:]).logits
+    logits = from_features(runner, [again, cache.rows(tree=tree)], features[4:]).logits
     expected = head.logits(whole(head, tokens, head.states(features)))[4:]
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     stale = head.logits(whole(head, tokens, head.states(torch.cat([wrong[:7], features[7:]]))))
