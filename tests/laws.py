@@ -78,19 +78,25 @@ def one_class(alpha: float) -> SyntheticModels:
     return models
 
 
+def ranks(alpha: float) -> list[float]:
+    """Chance that the target's token is the first, second, ... candidate of ``one_class``."""
+    found: list[float] = one_class(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
+    return found
+
+
 def one_class_bench(alpha: float, target: float, draft: float) -> Workbench:
     """``one_class`` on a simulated clock; times of a target or stage pass and of a draft pass."""
     return Workbench(one_class(alpha), clock=toys.simulated(target, draft))
 
 
-def submitted_nodes(parts: Parts) -> list[int]:
-    """Fills with the number of nodes of each batch that the executor is given."""
-    sizes: list[int] = []
+def submitted_batches(parts: Parts) -> list[Batch]:
+    """Fills with the batches that the executor is given."""
+    batches: list[Batch] = []
     submit = parts.executor.submit
 
     def noting(batch: Batch) -> None:
-        sizes.append(batch.num_nodes)
+        batches.append(batch)
         submit(batch)
 
     parts.executor.submit = noting  # type: ignore[method-assign]
-    return sizes
+    return batches

@@ -1,12 +1,17 @@
-"""A Llama that tests save, read and run in milliseconds."""
+"""A Llama that tests save, read and run in milliseconds, and runners of models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
+from specdec.models.runner import ModelRunner
 
 
 def small_llama(num_layers: int, *, seed: int = 1) -> PreTrainedModel:
@@ -19,3 +24,13 @@ def saved_llama(folder: Path, num_layers: int, *, seed: int = 1) -> PreTrainedMo
     model = small_llama(num_layers, seed=seed)
     model.save_pretrained(folder)
     return model
+
+
+def runner_of(model: PreTrainedModel, **keys: Any) -> ModelRunner:
+    """The model as the target; further arguments of the runner in ``keys``."""
+    return ModelRunner(model=model, name="target", meter=Meter(), **keys)
+
+
+def stages_of(model: PreTrainedModel, cuts: Sequence[int], **keys: Any) -> list[ModelRunner]:
+    """Runners of the model's layers between one cut and the next."""
+    return [runner_of(model, first_layer=a, last_layer=b, **keys) for a, b in pairwise(cuts)]

@@ -23,6 +23,8 @@ class Meeting:
 
 
 class ThreadCollective(Collective):
+    """Of tensors that are small enough for one exchange."""
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(rank=rank, size=meeting.size)
         self._meeting = meeting
@@ -34,9 +36,6 @@ class ThreadCollective(Collective):
         found = list(meeting.slots)
         meeting.barrier.wait()
         return found
-
-    def _exchange(self, slices: torch.Tensor) -> torch.Tensor:
-        return torch.stack([rows[self.rank] for rows in self._gather(slices)])
 
 
 def run_group(size: int, work: Callable[[Collective], T]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Requests, states whose requests are live, and results, for tests of single parts."""
+"""Requests, states whose requests are live, commits and results, for tests of single parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
-from specdec.types import IntArray
+from specdec.types import Commit, CommitKind, IntArray
 
 
 def new_request(
@@ -40,6 +40,29 @@ def new_state(*requests: RequestState, seed: int = 0, clock: Clock | None = None
         request.prefill_sent = request.num_prefill
         state.requests[request.id] = request
     return state
+
+
+def new_commit(
+    request: int = 0,
+    step: int = 0,
+    *,
+    retired: Sequence[int] = (0,),
+    kept: Sequence[int] = (1,),
+    prefix_len: int = 9,
+) -> Commit:
+    """The first of the kept nodes is the new root; tokens of retired nodes are their ids."""
+    retired_ids = np.array(retired, np.int64)
+    return Commit(
+        request=request,
+        step=step,
+        kind=CommitKind.HIT,
+        retired_ids=retired_ids,
+        retired_tokens=retired_ids,
+        next_token=1,
+        root_id=kept[0],
+        prefix_len=prefix_len,
+        kept_ids=np.array(kept, np.int64),
+    )
 
 
 def new_result(

@@ -15,11 +15,15 @@ def grown(
     """Prefills a prompt; returns the rows of a random tree behind it, not yet run."""
     rng = np.random.default_rng(seed)
     runner.forward([cache.rows(prefix_tokens=rng.integers(3, 61, prefix))], logits_rows=NO_ROWS)
+    return cache.rows(tree=random_tree(rng, prefix, nodes))
+
+
+def random_tree(rng: np.random.Generator, prefix: int, nodes: int) -> TreeRows:
+    """A root and nodes of which each is below a random earlier one, behind a prefix."""
     parents = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, nodes)])
-    tree = TreeRows.within(
+    return TreeRows.within(
         prefix_len=prefix,
         node_ids=np.arange(nodes),
         tokens=rng.integers(3, 61, nodes),
         parent_ids=parents,
     )
-    return cache.rows(tree=tree)

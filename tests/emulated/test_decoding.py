@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
@@ -27,6 +26,7 @@ from tests.emulated.device import Device, emulated
 from tests.matrix.cells import PROMPTS, Cell, all_cells, base, config, cover, plain
 from tests.matrix.outcomes import runs
 from tests.sampled import sampled
+from tests.shapes import runner_of
 
 EXPECTED = {"a copy to the host"}
 NUM_PARTS = 4  # of the sample, which is composed when the first one runs
@@ -166,18 +166,12 @@ def test_later_slices(family: str, graphs: str) -> None:
     """A captured stage that is not the first: no embeddings, with windows and soft caps."""
     options = {"sliding_window": 6} if family == "gemma2" else None
     whole = random_model(family, dtype="float64", num_layers=2, options=options)
-    plain_slice = ModelRunner(model=whole, name="target", meter=Meter(), first_layer=1)
+    plain_slice = runner_of(whole, first_layer=1)
     hidden = torch.randn(12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = _sliced(plain_slice, hidden)
     with emulated() as device:
         model = random_model(family, dtype="float64", device="cuda", num_layers=2, options=options)
-        runner = ModelRunner(
-            model=model,
-            name="target",
-            meter=Meter(),
-            first_layer=1,
-            execution=Execution(graphs=graphs),
-        )
+        runner = runner_of(model, first_layer=1, execution=Execution(graphs=graphs))
         assert (_sliced(runner, hidden.to("cuda")).cpu() - expected).abs().max() < 1e-12
         assert bool(device.graphs) == (graphs == "cuda")
 

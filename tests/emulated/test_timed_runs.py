@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 from specdec.clocks import timed_runs
-from specdec.clocks.meter import Meter
 from specdec.config.job import run_job_of
 from specdec.models.backends import graphs
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
-from specdec.models.runner import ModelRunner
 from specdec.runs import jobs
 from specdec.runs.jobs import run_job
 from specdec.runs.progress import Progress
 from specdec.runs.runners import PartsRunner
 from specdec.types import TreeRows
 from tests.emulated.device import emulated
+from tests.shapes import runner_of
 from tests.trees import grown
 
 
@@ -84,12 +83,10 @@ def test_captures_in_runs_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_smaller_shapes_are_captured_before_a_run() -> None:
     """Fewer rows and shorter contexts; captured passes leave the caches of open requests alone."""
     whole = random_model("llama", dtype="float64", num_layers=2)
-    plain = ModelRunner(model=whole, name="target", meter=Meter())
+    plain = runner_of(whole)
     with emulated() as device:
         model = random_model("llama", dtype="float64", device="cuda", num_layers=2)
-        runner = ModelRunner(
-            model=model, name="target", meter=Meter(), execution=Execution(graphs="cuda")
-        )
+        runner = runner_of(model, execution=Execution(graphs="cuda"))
         cache = runner.new_cache(200)
         rows = grown(runner, cache, prefix=150, nodes=8)
         runner.forward([rows])

@@ -17,19 +17,13 @@ from specdec.state import RequestState
 from strategies.pearl import Pearl
 from strategies.ssd import Ssd, fan_outs
 from tests import toys
-from tests.laws import one_class, one_class_bench, submitted_nodes
+from tests.laws import one_class_bench, ranks, submitted_batches
 from tests.states import new_request
 
 pytestmark = pytest.mark.slow
 
 BOUND = 0.05
 NUM_REQUESTS, NUM_TOKENS = 6, 400
-
-
-def ranks(alpha: float) -> list[float]:
-    """Chance that the target's token is the draft's first, second, ... candidate."""
-    found: list[float] = one_class(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
-    return found
 
 
 def decoded(
@@ -149,10 +143,10 @@ def test_amusd_takes_the_time_of_its_law() -> None:
 def test_the_target_waits_for_a_token_or_not(wait: bool) -> None:
     """Batches of the root alone: none but at the end of a text, or one after every miss."""
     parts = build("amusd", one_class_bench(0.7, 10.0, 3.0), wait=wait)
-    sizes = submitted_nodes(parts)
+    batches = submitted_batches(parts)
     for _ in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
         pass
-    lonely = sizes.count(1)
+    lonely = [batch.num_nodes for batch in batches].count(1)
     assert lonely <= 2 if wait else lonely > 50
 
 

@@ -15,8 +15,6 @@ import torch
 from specdec.clocks import (
     CONTROLLER,
     Clock,
-    CostCurve,
-    LatencyProfile,
     MeasuredClock,
     PacedClock,
     SimulatedClock,
@@ -29,7 +27,6 @@ from specdec.state import DecodeState, RequestState
 from specdec.types import (
     Candidates,
     Commit,
-    CommitKind,
     EarlyHidden,
     Event,
     EventKind,
@@ -38,11 +35,12 @@ from specdec.types import (
     Nodes,
     Output,
 )
-from tests.states import new_request, new_state
+from tests import toys
+from tests.states import new_commit, new_request, new_state
 
 PASS_S = 0.003
 DRAFT_RANK = 5
-PROFILE = LatencyProfile(name="test", costs={"draft": CostCurve(tokens=(1,), ms=(1000 * PASS_S,))})
+PROFILE = toys.priced(draft=1000 * PASS_S)
 NAME = HiddenName(2)
 TIMEOUT_S = 30.0
 
@@ -187,20 +185,6 @@ class TestBackgroundOnPlannedTime:
         assert state.requests[7].tree.expanded.tolist() == [False, True, True]
 
 
-def a_commit() -> Commit:
-    return Commit(
-        request=7,
-        step=0,
-        kind=CommitKind.HIT,
-        retired_ids=np.array([0]),
-        retired_tokens=np.array([2]),
-        next_token=3,
-        root_id=1,
-        prefix_len=2,
-        kept_ids=np.array([1]),
-    )
-
-
 class TestBackgroundInAThread:
     @pytest.fixture
     def held(self) -> Iterable[Held]:
@@ -232,7 +216,7 @@ class TestBackgroundInAThread:
         assert held.log == ["open 7"], "at once while nothing runs"
         ticket = source.start(state, nodes(1), 2)
         assert held.began.acquire(timeout=TIMEOUT_S)
-        source.commit([a_commit()], Output(step=0))
+        source.commit([new_commit(7)], Output(step=0))
         source.close(7)
         source.open(state.requests[8])
         assert held.log == ["open 7"]
@@ -250,7 +234,7 @@ class TestBackgroundInAThread:
         first = source.start(state, nodes(1), 2)
         assert held.began.acquire(timeout=TIMEOUT_S)
         second = source.start(state, nodes(2), 2)
-        source.commit([a_commit()], Output(step=0))
+        source.commit([new_commit(7)], Output(step=0))
         third = source.start(state, nodes(1), 2)
         for _ in range(3):
             held.go.release()

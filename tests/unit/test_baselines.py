@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from specdec.metrics import RequestResult, RunTotals, lossless_against, summarise
+from specdec.models.random import random_model
 from specdec.runs.hf_generate import HFBaseline, HFOptions
 from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams, SamplingTransform
@@ -24,26 +25,13 @@ VOCAB = 48
 PROMPTS = [(i, np.random.default_rng(i).integers(1, VOCAB, 5 + i)) for i in range(4)]
 
 
-def tiny() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=0,
-        initializer_range=0.5,
-    )
-    return LlamaForCausalLM(config).eval()
+def tiny() -> PreTrainedModel:
+    return random_model(num_layers=2, vocab_size=VOCAB, scale=0.5)
 
 
 class Models(NamedTuple):
-    target: LlamaForCausalLM
-    draft: LlamaForCausalLM
+    target: PreTrainedModel
+    draft: PreTrainedModel
 
     def decode(
         self,

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.clocks.meter import Meter
 from specdec.models.random import random_model
-from specdec.models.runner import ModelRunner
-from specdec.types import NO_NODE, Commit, CommitKind, TreeRows
+from specdec.types import NO_NODE, TreeRows
+from tests.shapes import runner_of
+from tests.states import new_commit
 
 
 @pytest.fixture(scope="module")
 def runner():
-    model = random_model("llama", dtype="float64", num_layers=2)
-    return ModelRunner(model=model, name="target", meter=Meter())
+    return runner_of(random_model("llama", dtype="float64", num_layers=2))
 
 
 def test_holes_are_filled_from_the_end(runner):
@@ -25,7 +24,7 @@ def test_holes_are_filled_from_the_end(runner):
     parents = np.array([NO_NODE] + [0] * 10)
     runner.forward([cache.rows(tree=tree_of(ids, parents, 0))])
     before = cache.storage.clone()
-    cache.commit(_commit(retired=[0], kept=[1, 3, 4, 9], prefix_len=1))
+    cache.commit(new_commit(kept=[1, 3, 4, 9], prefix_len=1))
     assert cache.node_ids.tolist() == [1, 9, 3, 4]
     assert torch.equal(cache.storage[:, :, :, 1:5], before[:, :, :, [1, 9, 3, 4]])
 
@@ -36,24 +35,10 @@ def test_root_cached_as_prefix(runner):
     ids = np.arange(1, 3)
     runner.forward([cache.rows(prefix_tokens=np.array([4, 5]))])  # position 1 is the root
     runner.forward([cache.rows(tree=tree_of(ids, ids - 1, 2))])
-    cache.commit(_commit(retired=[0], kept=[1, 2], prefix_len=2))
+    cache.commit(new_commit(kept=[1, 2], prefix_len=2))
     assert (cache.cached_len, cache.node_ids.tolist()) == (2, [1, 2])
 
 
 def tree_of(ids, parents, prefix_len):
     """Rows whose tokens are their ids."""
     return TreeRows.within(prefix_len=prefix_len, node_ids=ids, tokens=ids % 61, parent_ids=parents)
-
-
-def _commit(*, retired, kept, prefix_len):
-    return Commit(
-        request=0,
-        step=0,
-        kind=CommitKind.HIT,
-        retired_ids=np.array(retired, np.int64),
-        retired_tokens=np.zeros(len(retired), np.int64),
-        next_token=1,
-        root_id=kept[0] if kept else 0,
-        prefix_len=prefix_len,
-        kept_ids=np.array(kept, np.int64),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,15 @@ def whole(head: EagleHead, tokens: Any, states: torch.Tensor) -> torch.Tensor:
     return head(ids, states[None], torch.arange(ids.shape[1])[None])[0]
 
 
+def from_features(runner: EagleRunner, rows: list[Any], given: torch.Tensor) -> Any:
+    """A pass over rows that all read features."""
+    numbers = np.arange(len(given))
+    none = torch.zeros(0, runner.head.config.layer.hidden_size, dtype=torch.float64)
+    return runner.forward(
+        rows, features=given, feature_rows=numbers, states=none, logits_rows=numbers
+    )
+
+
 @pytest.mark.parametrize("variant", eagle.VARIANTS)
 def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
     """Prefix rows read features; two branches of nodes below read the head's own outputs."""
@@ -50,20 +60,10 @@ def test_incremental_passes_equal_whole_sequences(variant: str) -> None:
     tokens, features = sequence(head)
     runner = EagleRunner(head, meter=Meter())
     cache = runner.new_cache(4)
-    empty = torch.zeros(0, head.config.layer.hidden_size, dtype=torch.float64)
     parts = []
     for first, last in ((0, 4), (4, T)):
         rows = cache.rows(prefix_tokens=tokens[first:last].numpy())
-        num = np.arange(last - first)
-        parts.append(
-            runner.forward(
-                [rows],
-                features=features[first:last],
-                feature_rows=num,
-                states=empty,
-                logits_rows=num,
-            )
-        )
+        parts.append(from_features(runner, [rows], features[first:last]))
     expected = whole(head, tokens, head.states(features))
     torch.testing.assert_close(
         torch.cat([p.logits for p in parts]), head.logits(expected), rtol=1e-9, atol=1e-9
@@ -103,15 +103,7 @@ def test_entries_computed_again_replace_the_old_ones() -> None:
     cache = runner.new_cache(2)
     wrong = features.clone()
     wrong[4:7] += 1.0
-
-    def run(parts: list[Any], given: torch.Tensor) -> Any:
-        rows = np.arange(len(given))
-        none = torch.zeros(0, head.config.layer.hidden_size, dtype=torch.float64)
-        return runner.forward(
-            parts, features=given, feature_rows=rows, states=none, logits_rows=rows
-        )
-
-    run([cache.rows(prefix_tokens=tokens[:7].numpy())], wrong[:7])
+    from_features(runner, [cache.rows(prefix_tokens=tokens[:7].numpy())], wrong[:7])
     tree = TreeRows.within(
         prefix_len=7,
         node_ids=np.array([0, 1]),
@@ -119,7 +111,7 @@ def test_entries_computed_again_replace_the_old_ones() -> None:
         parent_ids=np.array([-1, 0]),
     )
     again = rewritten(cache, tokens[4:7].numpy(), 4)
-    logits = run([again, cache.rows(tree=tree)], features[4:]).logits
+    logits = from_features(runner, [again, cache.rows(tree=tree)], features[4:]).logits
     expected = head.logits(whole(head, tokens, head.states(features)))[4:]
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     stale = head.logits(whole(head, tokens, head.states(torch.cat([wrong[:7], features[7:]]))))
@@ -188,8 +180,7 @@ def test_files_give_the_head_again(variant: str, layout: str, tmp_path: Path) ->
 
 
 def test_a_stored_embedding_that_is_the_targets_is_not_kept_twice(tmp_path: Path) -> None:
-    head = eagle.random_head(eagle.config("eagle3"))
-    save_head(head, tmp_path)
+    head = stored(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     embedding, _ = head._target
     save_file(tensors | {"embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
@@ -201,76 +192,64 @@ def test_default_layers_are_the_streams_that_enter_2_half_and_third_from_last() 
     assert default_layers(4) == (1, 1, 0)
 
 
-def broken(tmp_path: Path, change: str) -> EagleHead:
-    """A stored head with one thing wrong."""
+def stored(folder: Path) -> EagleHead:
     head = eagle.random_head(eagle.config("eagle3"))
-    save_head(head, tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors, config = load_file(path), json.loads((tmp_path / "config.json").read_text())
-    if change == "config":
-        (tmp_path / "config.json").unlink()
-        return head
-    if change == "pickle":
-        path.rename(tmp_path / "pytorch_model.bin")
-        return head
-    if change == "damaged":
-        path.write_bytes(path.read_bytes()[:100])
-        return head
-    if change == "missing":
-        del tensors["midlayer.mlp.up_proj.weight"]
-    if change == "unknown":
-        tensors["midlayer.gate.weight"] = torch.zeros(2)
-    if change == "shape":
-        tensors["norm.weight"] = torch.zeros(3)
-    if change == "d2t":
-        tensors["d2t"] += 40
-    if change == "no d2t":
-        del tensors["d2t"], tensors["t2d"]
-    if change == "layers":
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
-    if change == "fc":
-        tensors["fc.weight"] = torch.zeros(16, 60)
-    if change == "kind":
-        config["speculators_model_type"] = "dflash"
-    if change == "family":
-        config["model_type"] = "qwen3"
-    if change == "no head":
-        tensors = {"lm_head.weight": torch.zeros(2, 2)}
-    save_file(tensors, path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_head(head, folder)
     return head
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("damage", "message"),
     [
-        ("config", "no config.json"),
-        ("pickle", "pytorch_model.bin only, a pickle.*convert it where you trust it: python -c"),
-        ("damaged", "is damaged"),
-        ("missing", "layers.0.mlp.up_proj.weight'\\] are missing"),
-        ("unknown", "layers.0.gate.weight'\\] unknown"),
-        ("shape", "norm.weight has shape \\(3,\\)"),
-        ("d2t", "d2t does not map 20 draft tokens"),
-        ("no d2t", "20 draft tokens, the target 48, and no tensor d2t"),
-        ("layers", "enter layers \\[9\\]"),
-        ("fc", "hidden states of size 20, but model.target has 16"),
-        ("kind", "kind 'dflash'"),
-        ("family", "model_type 'qwen3'"),
-        ("no head", "has no EAGLE head"),
+        (lambda path: path.with_name("config.json").unlink(), "no config.json"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "is damaged"),
+        (lambda path: save_file({"lm_head.weight": torch.zeros(2)}, path), "has no EAGLE head"),
     ],
 )
-def test_bad_folders_are_refused(change: str, message: str, tmp_path: Path) -> None:
-    head = broken(tmp_path, change)
+def test_bad_folders_are_refused(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    head = stored(tmp_path)
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, head)
+
+
+LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({"midlayer.mlp.up_proj.weight": None}, {}, "layers.0.mlp.up_proj.weight'\\] are missing"),
+        ({"midlayer.gate.weight": torch.zeros(2)}, {}, "layers.0.gate.weight'\\] unknown"),
+        ({"norm.weight": torch.zeros(3)}, {}, "norm.weight has shape \\(3,\\)"),
+        ({"d2t": torch.arange(20) + 40}, {}, "d2t does not map 20 draft tokens"),
+        ({"d2t": None, "t2d": None}, {}, "20 draft tokens, the target 48, and no tensor d2t"),
+        ({"fc.weight": torch.zeros(16, 60)}, {}, "states of size 20, but model.target has 16"),
+        ({}, LAYERS, "enter layers \\[9\\]"),
+        ({}, {"speculators_model_type": "dflash"}, "kind 'dflash'"),
+        ({}, {"model_type": "qwen3"}, "model_type 'qwen3'"),
+    ],
+)
+def test_bad_contents_are_refused(
+    tensors: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Tensors and keys in place of those of a stored head; None for a tensor that is not there."""
+    head, path = stored(tmp_path), tmp_path / "model.safetensors"
+    changed = load_file(path) | tensors
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, path)
+    config = json.loads((tmp_path / "config.json").read_text()) | config
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         load(tmp_path, head)
 
 
 def test_the_printed_command_converts_a_pickle(tmp_path: Path) -> None:
-    head = eagle.random_head(eagle.config("eagle3"))
-    save_head(head, tmp_path)
+    head = stored(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="convert it") as caught:
+    with pytest.raises(UserError, match=r"\.bin only, a pickle.*where you trust it") as caught:
         HeadFiles(tmp_path)
     source = str(caught.value).split('python -c "')[1].rstrip('"')
     exec(source, {})

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from experiments.ppsd import laws
-from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
+from specdec.clocks import LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Parts, Workbench, build
 from specdec.errors import UserError
 from specdec.executors.layout import EarlyExitPlan
@@ -35,6 +35,7 @@ from specdec.testing import RandomPair
 from specdec.train.drafter import OutputOptions, as_stored
 from specdec.train.heads import ExitDrafter, ExitSpec
 from specdec.types import Nodes
+from tests import toys
 from tests.pretrained import pretrained
 from tests.shapes import saved_llama
 from tests.states import new_request
@@ -42,7 +43,7 @@ from tests.states import new_request
 pytestmark = pytest.mark.slow
 
 STAGE_S = 1.0
-PROFILE = LatencyProfile(name="unit", costs={"stage": CostCurve(tokens=(1,), ms=(1000 * STAGE_S,))})
+PROFILE = toys.priced(stage=1000 * STAGE_S)
 SIZES = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 64, "seed": 3}
 
 
@@ -101,8 +102,7 @@ class TestSchedule:
     ) -> None:
         """A rejected token costs whole passes of the first stage until the answer is there."""
         prices = {"stage": stage, "head": head, "exit": leave, "transfer": send}
-        curves = {kind: CostCurve(tokens=(1,), ms=(1000.0 * ms,)) for kind, ms in prices.items()}
-        profile = LatencyProfile(name="paid", costs=curves)
+        profile = toys.priced(**{kind: 1000.0 * ms for kind, ms in prices.items()})
         models = pair(num_layers=8, exit_layer=1)
         parts, times = simulated(models, partial(build, "ppsd"), profile, lock_step=lock_step)
         walk = laws.walk_ms(8, stage, head, send)

@@ -8,15 +8,14 @@ import torch
 
 from specdec.attention.exact import BLOCK, Context, exact_attention
 from specdec.attention.tree_attention import BlockPool, ScoreOptions, capped_attention
-from specdec.clocks.meter import Meter
 from specdec.models.backends.exact import Operator, Setting, proved_counts
 from specdec.models.execution import PLAIN, Execution
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import sharded
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
-from specdec.tensor_parallel import collective
 from specdec.types import TreeRows
+from tests.shapes import runner_of
 from tests.shares import run_group
 
 pytestmark = pytest.mark.slow
@@ -35,7 +34,7 @@ def _runner(family="llama", dtype="bfloat16", *, execution=EXACT, **layers) -> M
     sizes = {"hidden_size": 64, "vocab_size": 61, "num_layers": 2}
     options = OPTIONS.get(family)
     model = random_model(family, dtype=dtype, scale=0.15, options=options, **sizes)
-    return ModelRunner(model=model, name="target", meter=Meter(), execution=execution, **layers)
+    return runner_of(model, execution=execution, **layers)
 
 
 def _tokens(length: int = LENGTH, seed: int = 0) -> np.ndarray:
@@ -176,9 +175,7 @@ def test_unequal_numbers_of_a_group_are_intersected():
     def work(group):
         with group.paused():
             share = sharded(model, group)
-            runner = ModelRunner(
-                model=share, name="target", meter=Meter(), execution=EXACT, group=group
-            )
+            runner = runner_of(share, execution=EXACT, group=group)
         if group.rank:
             runner.backend.counts = runner.backend.counts[1:]
         logits = _chunks(runner, _tokens(9), 9), _plain(runner, _tokens(9))
@@ -187,23 +184,3 @@ def test_unequal_numbers_of_a_group_are_intersected():
     (counts, together, alone), (others, *_), _ = run_group(3, work)
     assert counts == others
     assert torch.equal(together, alone)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 5])
-def test_sums_have_the_same_bits_on_every_rank_at_every_place(size, dtype, monkeypatch):
-    """((a + b) + c), 16-bit types in float32: in one exchange or two, whole or row by row."""
-    parts = torch.randn(size, 40, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = sum(parts[1:].to(wide), start=parts[0].to(wide)).to(dtype)
-
-    def sums(group):
-        own = parts[group.rank]
-        return group.add(own), torch.stack([group.add(row) for row in own])
-
-    for limit in (collective.ONE_EXCHANGE_BYTES, 0):
-        monkeypatch.setattr(collective, "ONE_EXCHANGE_BYTES", limit)
-        for total, rows in run_group(size, sums):
-            assert total.dtype == dtype
-            assert torch.equal(total, expected)
-            assert torch.equal(rows, expected)

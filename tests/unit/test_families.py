@@ -7,8 +7,6 @@ is fair: the remaining differences come from the order of sums.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -20,12 +18,12 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
-from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.inspection import CERTIFIED
 from specdec.models.random import random_model
-from specdec.models.runner import NO_ROWS, ModelRunner, check_family
+from specdec.models.runner import NO_ROWS, check_family
 from specdec.types import NO_NODE, TreeRows
+from tests.shapes import runner_of, stages_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +43,7 @@ WINDOWED = {
 }
 CASES = [(family, {}) for family in sorted(CERTIFIED)] + sorted(WINDOWED.items())
 LAYERS = 3
-RUNS = [((0, 3), "dense"), ((0, 1, 3), "dense"), ((0, 1, 2, 3), "dense")]
+CUTS = [(0, 3), (0, 1, 3), (0, 1, 2, 3)]
 
 
 def _attention64(module, query, key, value, attention_mask, scaling=None, softcap=None, **unused):
@@ -78,7 +76,7 @@ def _reference(model, prefix, tokens, parents):
 
 @pytest.mark.parametrize(("family", "options"), CASES, ids=lambda value: str(value))
 def test_nodes_equal_fresh_forward(family, options):
-    """Whole models and slices in 2 and 3 stages, both attentions, the tree in ragged batches."""
+    """Whole models and slices in 2 and 3 stages, the tree in ragged batches."""
     rng = np.random.default_rng(7)
     model = random_model(family, dtype="float64", num_layers=LAYERS, options=options)
     prefix, tokens = rng.integers(3, 61, PREFIX), rng.integers(3, 61, NODES)
@@ -87,18 +85,8 @@ def test_nodes_equal_fresh_forward(family, options):
     ids = 100 + np.arange(NODES)
     parent_ids = np.where(parents == NO_NODE, NO_NODE, parents + 100)
     tree = TreeRows.within(prefix_len=PREFIX, node_ids=ids, tokens=tokens, parent_ids=parent_ids)
-    for cuts, attention in RUNS:
-        stages = [
-            ModelRunner(
-                model=model,
-                name="target",
-                meter=Meter(),
-                first_layer=first,
-                last_layer=last,
-                attention=attention,
-            )
-            for first, last in pairwise(cuts)
-        ]
+    for cuts in CUTS:
+        stages = stages_of(model, cuts)
         caches = [stage.new_cache(4) for stage in stages]
         logits = []
         for nodes in (slice(0, 0), slice(0, 1), slice(1, 5), slice(5, NODES)):
@@ -114,7 +102,7 @@ def test_nodes_equal_fresh_forward(family, options):
             if output.logits is not None:
                 logits.append(output.logits)
         error = (torch.cat(logits) - expected).abs().max().item()
-        assert error < TOLERANCE, f"{cuts} {attention}: {error}"
+        assert error < TOLERANCE, f"{cuts}: {error}"
 
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
@@ -137,7 +125,7 @@ def test_given_model_is_unchanged():
     tokens = torch.arange(3, 20)[None]
     before, config = model(tokens).logits, model.config.to_dict()
     modules = [type(module) for module in model.modules()]
-    runner = ModelRunner(model=model, name="target", meter=Meter(), first_layer=1, last_layer=3)
+    runner = runner_of(model, first_layer=1, last_layer=3)
     assert torch.equal(model(tokens).logits, before)
     assert model.config.to_dict() == config
     assert [type(module) for module in model.modules()] == modules
@@ -175,19 +163,7 @@ def test_suited_family_is_accepted():
 
 def test_attention_with_unknown_features_is_refused():
     """Attention sinks (gpt_oss) must not be ignored silently."""
-    config = AutoConfig.for_model(
-        "gpt_oss",
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
+    model = _small("gpt_oss", **sizes, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(UserError, match="s_aux"):
-        ModelRunner(model=model, name="target", meter=Meter())
+        runner_of(model)

@@ -33,7 +33,7 @@ from specdec.interfaces import TreePolicy
 from specdec.models.frozen import FrozenModel
 from specdec.models.medusa import MedusaHeads, read_medusa
 from specdec.pairs import build_pair
-from specdec.policies import Chain, FixedWidth, Static
+from specdec.policies import Chain, Static
 from specdec.sources import EarlyExitSource, RandomSource
 from specdec.state import RequestState
 from specdec.testing import TablePair
@@ -92,10 +92,7 @@ POLICIES: dict[str, tuple[Callable[[], TreePolicy], int | None]] = {
     "static": (lambda: Static(branching=[3, 2, 1]), None),
     "deeper than there are heads": (lambda: Chain(gamma=HEADS + 2), None),
     "static over stages": (lambda: Static(branching=[3, 2, 1]), 3),
-    "levels over stages": (
-        lambda: FixedWidth(width=4, children=3, levels_per_step=1, depth=None),
-        2,
-    ),
+    "levels over stages": (levels, 2),
 }
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.inspection import inspect_model
 from specdec.models.loading import load_model
 from specdec.models.random import random_model
-from specdec.models.runner import ModelRunner
+from tests.shapes import runner_of
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +38,14 @@ def copy(saved, tmp_path):
 
 def _shard(folder):
     return sorted(folder.glob("*.safetensors"))[0]
+
+
+def _stages(folder, cuts, **keys):
+    """Each loaded without the layers of the others."""
+    return [
+        runner_of(load_model(folder, layers=(a, b), **keys), first_layer=a, last_layer=b)
+        for a, b in pairwise(cuts)
+    ]
 
 
 def _logits(runners, tokens):
@@ -125,16 +132,7 @@ def test_stages_equal_whole(saved, family):
     cuts = (0, 1, 3, 4)
     whole = load_model(saved / family, dtype="float64")
     expected = whole(torch.from_numpy(TOKENS)[None]).logits[0]
-    stages = [
-        ModelRunner(
-            model=load_model(saved / family, layers=(first, last), dtype="float64"),
-            name="target",
-            meter=Meter(),
-            first_layer=first,
-            last_layer=last,
-        )
-        for first, last in pairwise(cuts)
-    ]
+    stages = _stages(saved / family, cuts, dtype="float64")
     assert [(s.is_first, s.is_last) for s in stages] == [
         (first == 0, last == 4) for first, last in pairwise(cuts)
     ]
@@ -163,14 +161,4 @@ def test_middle_stage_of_checkpoint_without_prefix(saved, tmp_path):
     )
     assert "h.0.ln_1.weight" in inspect_model(folder).tensors
     expected = model(torch.from_numpy(TOKENS)[None]).logits[0]
-    runners = [
-        ModelRunner(
-            model=load_model(folder, layers=(first, last)),
-            name="target",
-            meter=Meter(),
-            first_layer=first,
-            last_layer=last,
-        )
-        for first, last in ((0, 2), (2, 4))
-    ]
-    assert (_logits(runners, TOKENS) - expected).abs().max() < 1e-4
+    assert (_logits(_stages(folder, (0, 2, 4)), TOKENS) - expected).abs().max() < 1e-4

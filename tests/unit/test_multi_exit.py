@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from heads import cases
 
 from experiments.ppsd.laws import eq4_speedup, eq6_speedup
 from specdec.compose.workbench import Workbench, build
@@ -20,38 +21,13 @@ from specdec.verifiers import RejectionVerifier
 from strategies.multi_exit import ExitChances, MultiExitSource, eesd_saving, ppsd_saving
 from tests.unit.test_early_exit import pair, simulated
 
-WARM = SamplingParams(temperature=0.7)
 
-
-def cases(num: int = 3, tokens: int = 14) -> list[Case]:
-    stop = StopRules(max_new_tokens=tokens)
-    rules = [SamplingParams(), WARM, SamplingParams(temperature=0.9, no_repeat_ngram=2)]
-    return [Case(5 + i, "", tuple(range(2, 3 + 4 * i)), rules[i % 3], stop) for i in range(num)]
-
-
-def going_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Fills with whether each node that is asked at the first exit goes on to the next."""
-    found: list[bool] = []
-    right = MultiExitSource._prefers_later
-
-    def goes_on(self: MultiExitSource, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
-        mask = right(self, state, nodes, at)
-        found.extend(mask.tolist() if at == 0 else [])
-        return mask
-
-    monkeypatch.setattr(MultiExitSource, "_prefers_later", goes_on)
-    return found
-
-
-def chosen_by(
-    monkeypatch: pytest.MonkeyPatch, chances: Callable[[int, float], float]
-) -> list[bool]:
-    """Lets ``chances``(exit, confidence) alone choose; returns who went on from the first exit."""
+def chosen_by(monkeypatch: pytest.MonkeyPatch, chances: Callable[[int, float], float]) -> None:
+    """Lets ``chances``(exit, confidence) alone choose."""
     monkeypatch.setattr(
         ExitChances, "expected", lambda self, asked, other, sure: chances(other, sure)
     )
     monkeypatch.setattr(MultiExitSource, "_saving", lambda self, alpha, at, reach: alpha)
-    return going_on(monkeypatch)
 
 
 class TestChoice:
@@ -126,12 +102,10 @@ class TestSampled:
     def test_the_exit_follows_from_the_tokens_before(
         self, stages: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whatever is drawn: then a candidate is a sample of the law that rejection divides by."""
-        chosen = self.choices(stages, monkeypatch)
-        assert {frozenset({True}), frozenset({False})} == set(chosen)
+        """Whatever is drawn: then a candidate is a sample of the law that rejection divides by.
 
-    def choices(self, stages: int | None, monkeypatch: pytest.MonkeyPatch) -> list[frozenset[bool]]:
-        """By tokens up to a node: whether it went on from the first exit, of ten requests each."""
+        By tokens up to a node: whether it went on from the first exit, of ten requests each.
+        """
         found: dict[tuple[int, ...], set[bool]] = {}
         goes_on = MultiExitSource._prefers_later
 
@@ -154,4 +128,4 @@ class TestSampled:
         prompts = [(token,) for token in range(6) for _ in range(10)]
         requests = [Case(i, "", prompt, rule, stop) for i, prompt in enumerate(prompts)]
         decode_cases(parts, requests, batch_size=30)
-        return [frozenset(went) for went in found.values()]
+        assert {(True,), (False,)} == {tuple(went) for went in found.values()}

@@ -19,10 +19,11 @@ from specdec.models.onnx import graph as onnx_graph
 from specdec.models.onnx import session as onnx_session
 from specdec.models.onnx import support
 from specdec.models.random import random_model
-from specdec.models.runner import ModelRunner
 from specdec.pairs.random import build_random
 from specdec.tensor_parallel.collective import Collective
-from specdec.types import NO_NODE, HiddenName, TreeRows
+from specdec.types import HiddenName, TreeRows
+from tests.shapes import runner_of
+from tests.trees import random_tree
 
 pytest.importorskip("onnxruntime", reason="pip install specdec-lab[onnx]")
 
@@ -51,10 +52,8 @@ CASES = {
 
 def _runners(model, cuts, backend, capture=()):
     return [
-        ModelRunner(
-            model=model,
-            name="target",
-            meter=Meter(),
+        runner_of(
+            model,
             first_layer=first,
             last_layer=last,
             capture=[name for name in capture if first <= name.layer < last],
@@ -65,15 +64,7 @@ def _runners(model, cuts, backend, capture=()):
 
 
 def _tree(seed):
-    """A random tree below a prefix."""
-    rng = np.random.default_rng(seed)
-    parents = np.array([NO_NODE] + [int(rng.integers(0, i)) for i in range(1, NODES)])
-    return TreeRows.within(
-        prefix_len=PREFIX + seed,
-        node_ids=np.arange(NODES),
-        tokens=rng.integers(3, 61, NODES),
-        parent_ids=parents,
-    )
+    return random_tree(np.random.default_rng(seed), PREFIX + seed, NODES)
 
 
 def _decode(runners, make_cache, num_requests=2):

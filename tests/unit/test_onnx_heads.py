@@ -117,10 +117,7 @@ def test_bits_of_a_weight():
     ("changes", "reason"),
     [
         ({"hidden_act": "gelu"}, "'gelu' is not silu"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "'dynamic'",
-        ),
+        ({"rope_parameters": DYNAMIC}, "'dynamic'"),
         ({"head_dim": 24}, "head size 24"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.open.time_laws import flowspec_time, pipeinfer_time
 from specdec.compose.workbench import Parts, build
-from tests.laws import one_class, one_class_bench, submitted_nodes
+from tests.laws import one_class_bench, ranks, submitted_batches
 from tests.states import new_request
 
 pytestmark = pytest.mark.slow
@@ -32,10 +32,10 @@ def milliseconds_per_token(
 
 def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str]]:
     """(nodes submitted, kind of the commit or "") of every step of one request."""
-    sizes, kinds = submitted_nodes(parts), list[str]()
+    batches, kinds = submitted_batches(parts), list[str]()
     for commits in parts.decode(parts.new_state(), [new_request(1, (1,), num_tokens)]):
         kinds.append("".join(commit.kind for commit in commits))
-    return list(zip(sizes, kinds, strict=True))
+    return list(zip([batch.num_nodes for batch in batches], kinds, strict=True))
 
 
 # PipeInfer.
@@ -85,12 +85,6 @@ def test_the_cutoff_rises_with_runs_and_falls_with_fruitless_attempts() -> None:
 
 
 # FlowSpec.
-
-
-def ranks(alpha: float) -> list[float]:
-    """Chance that the target's token is the draft's first, second, ... candidate."""
-    found: list[float] = one_class(alpha).hidden.class_probs[0].tolist()  # type: ignore[attr-defined]
-    return found
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from specdec.sources import Background, DraftModelSource, ModelChain
 from specdec.verifiers import MatchVerifier
 from strategies.pipespec import FreeChain
 from tests import toys
-from tests.laws import submitted_nodes
+from tests.laws import submitted_batches
 from tests.states import new_request
 from tests.unit.test_asynchronous import NUM_TOKENS, decoded
 
@@ -89,8 +89,8 @@ def test_a_chain_of_four_models() -> None:
 def test_the_target_waits_for_as_many_tokens() -> None:
     bench = Workbench(synthetic(0.7, 0.9), clock=clock_of(12.0, 3.0, 1.0))
     parts = build("pipespec", bench, least=4)
-    sizes = submitted_nodes(parts)
+    batches = submitted_batches(parts)
     for _ in parts.decode(parts.new_state(), [new_request(1, (1,), NUM_TOKENS)]):
         pass
-    rows = [size for size in sizes if size]
+    rows = [batch.num_nodes for batch in batches if batch.num_nodes]
     assert min(rows[:-4]) >= 4  # a root after a hit may be among them, submitted before or not

@@ -37,10 +37,6 @@ def test_layouts_that_fit_are_named(layout, num_gpus, fits):
     check_gpus(asked, asked.num_devices + others, asked.num_devices + others)
 
 
-def test_a_suggested_layout_is_accepted():
-    check_gpus(StageLayout(stages=7), 8, 8)
-
-
 def test_target_and_draft_in_turns_need_the_devices_of_one(monkeypatch):
     """``swiftspec_base``: nine processes, of which the first and the last share a GPU."""
     shared = StageLayout(stages=1, degree=8, draft_degree=8, shared=True)

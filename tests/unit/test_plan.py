@@ -36,18 +36,8 @@ from specdec.planning.measuring import calibrated, typical
 from specdec.planning.options import PlanOptions
 from specdec.planning.search import Search
 from specdec.runs.progress import Progress
+from tests.unit.test_plan_runs import MACHINE
 
-MACHINE = """\
-devices: 4
-memory_gb_s: 900
-tflops: 180
-memory_gb: 48
-link_ms: 0.05
-link_gb_s: 25
-target_gb: 70
-draft_gb: 2.5
-kv_kb: 320
-"""
 LAW = of_law({"weights": [1.0], "top1": [0.7], "decay": [2.0], "miss": [0.0]})
 COSTS = {
     "stage": {"tokens": [1, 64], "ms": [6.0, 12.0]},
@@ -62,7 +52,7 @@ HERE = Profiled(
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     path = tmp_path / "cluster.yaml"
-    path.write_text(MACHINE)
+    path.write_text(f"{MACHINE}kv_kb: 320\n")
     return machine_of(PlanOptions(profile=str(path)))
 
 

@@ -39,16 +39,15 @@ def test_runs_are_paired_by_prompt_not_by_place() -> None:
     assert beside(left, right, hits_of) == [(3, 10, 6, 10), (8, 10, 1, 10)]
 
 
-def step(number: int, rows: dict[int, int], *, prune: bool = True) -> list[dict[str, Any]]:
+def step(number: int, rows: dict[int, int]) -> list[dict[str, Any]]:
     """A step of 10 us: every rank works from 10 * number on, then prunes."""
     events = [
         {"tid": rank, "cat": "compute", "ts": 10.0 * number, "dur": 8.0, "args": {"tokens": num}}
         for rank, num in rows.items()
     ]
-    ranks = (1, 2) if prune else ()
     return events + [
         {"tid": rank, "cat": "prune", "ts": 10.0 * number + 8, "dur": 2.0, "args": {"tokens": 9}}
-        for rank in ranks
+        for rank in (1, 2)
     ]
 
 

@@ -27,8 +27,8 @@ from specdec.rivals.runtimes import RUNTIMES, RivalOutput, RivalProcess, convert
 from specdec.runs import rival
 from specdec.runs.rival import _count, baseline_of_runtime, pass_sizes
 from specdec.runs.runners import TokenPrompt
-from specdec.sampling.transform import SamplingParams
-from specdec.state import RequestState, StopRules
+from specdec.state import StopRules
+from tests.states import new_request
 
 WORKERS = Path(rival.__file__).parent.parent / "rivals" / "workers"
 STAND_IN = f"""
@@ -110,6 +110,14 @@ def test_pass_sizes(times, passes, sizes):
     assert pass_sizes(times, passes) == sizes
 
 
+def _worker(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(WORKERS))
+    spec = importlib.util.spec_from_file_location(f"decode_{name}", WORKERS / f"decode_{name}.py")
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    return worker
+
+
 @pytest.mark.parametrize(
     ("method", "stats", "rounds"),
     [
@@ -141,10 +149,7 @@ def test_onnx_runtime_states_its_passes(monkeypatch, method, stats, rounds):
     genai = ModuleType("onnxruntime_genai")
     vars(genai).update(GeneratorParams=Mock(), Generator=Generator)
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", genai)
-    monkeypatch.syspath_prepend(str(WORKERS))
-    spec = importlib.util.spec_from_file_location("decode_ort", WORKERS / "decode_ort.py")
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
+    worker = _worker(monkeypatch, "ort")
     worker.STATE.update(model=None, method=method, options={"num_draft_tokens": 4, "ngram": 2})
     found = worker.generate([5], 20, {"temperature": 0.0})
     assert found["rounds"] == rounds
@@ -153,10 +158,7 @@ def test_onnx_runtime_states_its_passes(monkeypatch, method, stats, rounds):
 def _llamacpp(monkeypatch, answers):
     """The worker of llama.cpp, whose server gives ``answers`` by whether they are streamed."""
     monkeypatch.setitem(sys.modules, "xllamacpp", Mock())
-    monkeypatch.syspath_prepend(str(WORKERS))
-    spec = importlib.util.spec_from_file_location("decode_llamacpp", WORKERS / "decode_llamacpp.py")
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
+    worker = _worker(monkeypatch, "llamacpp")
     worker.STATE.update(method="ngram", eos=[2])
     monkeypatch.setattr(worker, "_answers", lambda body: answers[body["stream"]])
     return worker
@@ -190,22 +192,14 @@ def test_openvino_s_empty_lookups_are_no_proposals(monkeypatch, method, proposed
     result.extended_perf_metrics.get_num_accepted_tokens.return_value = 1
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
     monkeypatch.setitem(sys.modules, "openvino", Mock())
-    monkeypatch.syspath_prepend(str(WORKERS))
-    spec = importlib.util.spec_from_file_location("decode_openvino", WORKERS / "decode_openvino.py")
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
+    worker = _worker(monkeypatch, "openvino")
     pipeline = Mock(generate=Mock(return_value=result))
     options = {"num_draft_tokens": 4, "ngram": 2}
     worker.STATE.update(pipeline=pipeline, method=method, options=options, eos=[])
     found = worker.generate([5], 4, {"temperature": 0.0})
     assert found["proposed"] == proposed
     output = RivalOutput(**found)
-    request = RequestState(
-        request_id=0,
-        prompt=np.array([5]),
-        stop=StopRules(max_new_tokens=9),
-        sampling=SamplingParams(),
-    )
+    request = new_request(0, (5,), 9)
     _count(request, pass_sizes(output.times_s, output.rounds), output)
     assert request.counters.proposed == (proposed or 0)
     assert request.counters.accepted == found["accepted"]

@@ -10,7 +10,7 @@ import pytest
 from specdec.errors import UserError
 from specdec.policies import FixedWidth, RootOnly
 from specdec.serving import BlockBudget, Feeding, ServingRules, arrival_times
-from specdec.types import Batch
+from tests.laws import submitted_batches
 from tests.sampled import sampled
 from tests.unit import serving
 from tests.unit.serving import play, random_schedule
@@ -36,49 +36,35 @@ def test_schedules_put_the_cache_under_pressure() -> None:
 # Turns.
 
 
-class _Fed:
-    """Notes which requests each step feeds."""
-
-    def __init__(self, executor: Any) -> None:
-        self.batches: list[Batch] = []
-        submit = executor.submit
-
-        def noted(batch: Batch) -> None:
-            self.batches.append(batch)
-            submit(batch)
-
-        executor.submit = noted
-
-
 @pytest.mark.parametrize(
     ("feeding", "most"), [(Feeding.DYNAMIC, 6), (Feeding.MICRO_BATCHES, 3), (Feeding.ITERATION, 1)]
 )
 def test_so_many_requests_share_a_step(feeding: Feeding, most: int) -> None:
     """Six requests of one token each on two stages: all, a half, or one of them per step."""
     made = serving.parts(RootOnly(), ServingRules(feeding=feeding), serving.STAGES)
-    fed = _Fed(made.executor)
+    fed = submitted_batches(made)
     requests = [serving.request(8 * i, 0) for i in range(6)]  # prompts of one token: no prefill
     for _ in made.decode(made.new_state(), requests, batch_size=6):
         pass
-    shared = [len(batch.trees) for batch in fed.batches]
+    shared = [len(batch.trees) for batch in fed]
     assert max(shared) == most
     assert sum(shared) == 6 * serving.NEW_TOKENS
     if feeding is Feeding.MICRO_BATCHES:  # both stages always have work: no step is empty
         assert min(shared[:-1]) == 3
     if feeding is Feeding.ITERATION:  # nobody gets a second turn before all had their first
-        order = [batch.trees[0].request for batch in fed.batches if batch.trees]
+        order = [batch.trees[0].request for batch in fed if batch.trees]
         assert sorted(order[:6]) == sorted(order[6:12]) == sorted(r.id for r in requests)
 
 
 def test_prompts_enter_alone_where_they_come_first() -> None:
     rules = ServingRules(prefill_first=True)
     made = serving.parts(FixedWidth(width=3, children=2), rules, serving.STAGES)
-    fed = _Fed(made.executor)
+    fed = submitted_batches(made)
     requests = [serving.request(i, 0, 0.02 * i) for i in range(8)]
     for _ in made.decode(made.new_state(), requests, batch_size=4, prefill_chunk=3):
         pass
-    assert not any(batch.trees and batch.prefills for batch in fed.batches)
-    assert max(sum(len(c.tokens) for c in b.prefills) for b in fed.batches) == 3
+    assert not any(batch.trees and batch.prefills for batch in fed)
+    assert max(sum(len(c.tokens) for c in b.prefills) for b in fed) == 3
 
 
 # Blocks.

@@ -12,7 +12,6 @@ from specdec.compose.workbench import Parts, Workbench
 from specdec.config.hydra import compose_config
 from specdec.pairs import RandomPair
 from specdec.pairs.random import build_random
-from specdec.verifiers import RejectionVerifier
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +75,6 @@ def test_the_bundled_pair_is_the_default() -> None:
     parts = specdec.build("suffix", bs=5)
     assert parts.policy.bs == 5  # type: ignore[attr-defined]
     assert parts.draws.seed == 0
-
-
-def test_a_verifier_replaces_the_preset_s(pair: RandomPair) -> None:
-    parts = build("speculative", Workbench(pair), verifier=RejectionVerifier())
-    assert isinstance(parts.verifier, RejectionVerifier)
-    assert parts.source.gives_probs  # type: ignore[attr-defined]
 
 
 def test_staged_branches_at_the_start() -> None:

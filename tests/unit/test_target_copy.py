@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from specdec.clocks import MeasuredClock
 from specdec.executors.replicas import TargetCopy
-from specdec.types import Batch, Commit, CommitKind, Output
+from specdec.types import Batch, Commit, Output
+from tests.states import new_commit
 
 
 class _Process:
@@ -52,18 +51,7 @@ def _copy() -> tuple[TargetCopy, _Process]:
 
 
 def _commit(request: int, step: int) -> Commit:
-    ids = np.array([step])
-    return Commit(
-        request=request,
-        step=step,
-        kind=CommitKind.MISS,
-        retired_ids=ids,
-        retired_tokens=ids,
-        next_token=1,
-        root_id=step + 1,
-        prefix_len=step,
-        kept_ids=ids + 1,
-    )
+    return new_commit(request, step, retired=(step,), kept=(step + 1,), prefix_len=step)
 
 
 def _request(request_id: int) -> Any:

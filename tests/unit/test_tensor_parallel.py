@@ -178,25 +178,33 @@ def over_gloo(size: int, work: Callable[[RankCollective], T]) -> list[T]:
         return list(pool.map(one, range(size)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_sums_over_gloo_are_sent_in_their_own_type(dtype, monkeypatch):
-    """The bits of a sum in the order of ranks, and the bytes that each rank sends for it."""
-    size, rows, columns = 3, 5, 7
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(3, torch.float64), (5, torch.float32), (5, torch.bfloat16), (3, torch.float16)],
+)
+def test_sums_over_gloo_are_sent_in_their_own_type(size, dtype, monkeypatch):
+    """Bits of ((a + b) + c), 16-bit types in float32, whole or row by row; bytes of the whole."""
+    rows, columns = 40, 7
     parts = torch.randn(size, rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    expected = ((parts[0].to(wide) + parts[1].to(wide)) + parts[2].to(wide)).to(dtype)
+    expected = sum(parts[1:].to(wide), start=parts[0].to(wide)).to(dtype)
     itemsize = parts.element_size()
     padded = -(-rows * columns // size)
+
+    def sums(group):
+        own = parts[group.rank]
+        total, num_bytes = group.add(own), group.num_bytes
+        return total, num_bytes, torch.stack([group.add(row) for row in own])
+
     for limit, sent in (
         (collective.ONE_EXCHANGE_BYTES, (size - 1) * rows * columns * itemsize),
         (0, 2 * (size - 1) * padded * itemsize),
     ):
         monkeypatch.setattr(collective, "ONE_EXCHANGE_BYTES", limit)
-        for total, num_bytes in over_gloo(
-            size, lambda group: (group.add(parts[group.rank]), group.num_bytes)
-        ):
+        for total, num_bytes, by_row in over_gloo(size, sums):
             assert total.dtype == dtype
             assert torch.equal(total, expected)
+            assert torch.equal(by_row, expected)
             assert num_bytes == sent
     whole = over_gloo(size, lambda group: group.gather(parts[group.rank]))
     assert all(torch.equal(found, torch.cat(list(parts), -1)) for found in whole)

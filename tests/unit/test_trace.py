@@ -25,6 +25,7 @@ COSTS = {
     kind: {"tokens": [1, 5], "ms": [float(ms), ms + 1.0]}
     for kind, ms in (("stage", 10), ("draft", 3), ("head", 2), ("prune", 1), ("transfer", 0.5))
 }
+CLOCK = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": COSTS}
 STAGES = 3
 
 
@@ -33,8 +34,7 @@ def traced(policy: str, executor: str = "pipeline", **keys: object) -> tuple[Par
     values = config(Cell("draft_model", policy, "match", executor, "t06"))
     if policy == "specpipe":
         values["policy"].update(width=5, children=3)
-    clock = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": COSTS}
-    values = {**values, "clock": clock, "trace": True, **keys}
+    values = {**values, "clock": CLOCK, "trace": True, **keys}
     runner = PartsRunner(cfg=values, pair=pair(), stop=StopRules(max_new_tokens=16))
     parts = runner.parts
     state = DecodeState(draws=parts.draws, clock=parts.clock, meter=parts.meter)
@@ -60,9 +60,8 @@ def test_a_trace_changes_nothing() -> None:
     values = config(Cell("draft_model", "specpipe", "match", "pipeline", "t06"))
     found = []
     for trace in (False, True):
-        clock = {"kind": "simulated", "profile": "test", "scale": 1.0, "costs": COSTS}
         runner = PartsRunner(
-            cfg={**values, "clock": clock, "trace": trace},
+            cfg={**values, "clock": CLOCK, "trace": trace},
             pair=pair(),
             stop=StopRules(max_new_tokens=10),
         )

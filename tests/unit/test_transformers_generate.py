@@ -45,6 +45,12 @@ def prompt() -> Tensor:
     return padded()[0][1:2]
 
 
+def ours(models: tuple[PreTrainedModel, PreTrainedModel], ids: Tensor, **how: Any) -> Any:
+    """What the target gives by a strategy of ours, with the draft."""
+    target, draft = models
+    return target.generate(ids, **how, custom_generate=generate, draft_model=draft)
+
+
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -61,20 +67,10 @@ def test_greedy_tokens_equal_those_without_it_in_every_family(family: str) -> No
     how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 7}
     rows = [row[None, seen.bool()] for row, seen in zip(ids, mask, strict=True)]
     expected = [target.generate(row, **how, pad_token_id=0)[0] for row in rows]
-    tree = target.generate(
-        rows[1], **how, custom_generate=generate, strategy="best_first", draft_model=draft
-    )
+    tree = ours((target, draft), rows[1], **how, strategy="best_first")
     assert torch.equal(tree[0], expected[1])
-    batch = target.generate(
-        ids,
-        attention_mask=mask,
-        **how,
-        pad_token_id=0,
-        custom_generate=generate,
-        strategy="speculative",
-        draft_model=draft,
-        return_dict_in_generate=True,
-    )
+    how |= {"attention_mask": mask, "pad_token_id": 0, "return_dict_in_generate": True}
+    batch = ours((target, draft), ids, **how)
     assert isinstance(batch, SpeculativeOutput)
     for row, seen, whole in zip(batch.sequences, mask, expected, strict=True):
         new = row[int((seen == 0).sum()) :]
@@ -92,10 +88,7 @@ def test_a_wrong_draft_changes_no_token_and_is_seen_in_the_metrics(pair: Any) ->
     wrong = random_model(num_layers=1, seed=5, dtype="float64")
     how: dict[str, Any] = {"max_new_tokens": 24, "return_dict_in_generate": True}
     expected = target.generate(prompt(), **how).sequences
-    found = [
-        target.generate(prompt(), **how, custom_generate=generate, draft_model=model)
-        for model in (draft, wrong, target)
-    ]
+    found = [ours((target, model), prompt(), **how) for model in (draft, wrong, target)]
     assert all(torch.equal(each.sequences, expected) for each in found)
     lengths = [each.metrics["acceptance_length"] for each in found]
     assert lengths[1] < lengths[0] < lengths[2]
@@ -114,16 +107,13 @@ def test_a_wrong_draft_changes_no_token_and_is_seen_in_the_metrics(pair: Any) ->
 )
 def test_processors_see_what_generate_shows_them(pair: Any, rules: Any) -> None:
     """On a padded batch: some processors count the padding, some hold a value per row."""
-    target, draft = pair
+    target, _ = pair
     ids, mask = padded()
     how = {"max_new_tokens": 16, "pad_token_id": 0, "attention_mask": mask, **rules}
     expected = target.generate(ids, **how)
     plain = target.generate(ids, max_new_tokens=16, pad_token_id=0, attention_mask=mask)
     assert expected.shape != plain.shape or not torch.equal(expected, plain)  # they matter
-    found = target.generate(
-        ids, **how, custom_generate=generate, strategy="best_first", draft_model=draft
-    )
-    assert torch.equal(found, expected)
+    assert torch.equal(ours(pair, ids, **how, strategy="best_first"), expected)
 
 
 class StopAt(StoppingCriteria):
@@ -141,13 +131,8 @@ def test_stopping_criteria_end_a_row_within_an_accepted_path(pair: Any, divisor:
     target, _ = pair
     how = {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([StopAt(divisor)])}
     expected = target.generate(prompt(), **how)
-    found = target.generate(
-        prompt(),
-        **how,
-        custom_generate=generate,
-        draft_model=target,  # always right: paths are long, and are cut
-        return_dict_in_generate=True,
-    )
+    always_right = target, target  # paths are long, and are cut
+    found = ours(always_right, prompt(), **how, return_dict_in_generate=True)
     assert torch.equal(found.sequences, expected)
     assert expected.shape[1] < prompt().shape[1] + 30
     assert found.finish_reasons == ("criteria",)
@@ -169,17 +154,9 @@ class Record(BaseStreamer):
 
 
 def test_streamers_receive_the_same_in_the_same_shapes(pair: Any) -> None:
-    target, draft = pair
     expected, found = Record(), Record()
-    target.generate(prompt(), max_new_tokens=14, streamer=expected)
-    target.generate(
-        prompt(),
-        max_new_tokens=14,
-        token_streamer=found,
-        custom_generate=generate,
-        strategy="best_first",
-        draft_model=draft,
-    )
+    pair[0].generate(prompt(), max_new_tokens=14, streamer=expected)
+    ours(pair, prompt(), max_new_tokens=14, token_streamer=found, strategy="best_first")
     assert (found.values, found.shapes) == (expected.values, expected.shapes)
     assert found.ended == expected.ended == 1
 
@@ -194,14 +171,12 @@ def test_sampled_tokens_have_the_distribution_of_generate() -> None:
     num_rows, ids = 1000, torch.tensor([[3, 4, 5]])
     warp: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 3, "top_p": 0.95}
     torch.manual_seed(0)
-    rows = target.generate(
+    rows = ours(
+        (target, draft),
         ids.repeat(num_rows, 1),
         **warp,
         max_new_tokens=2,
         eos_token_id=None,
-        custom_generate=generate,
-        strategy="speculative",
-        draft_model=draft,
         overrides=["verifier=rejection", "policy.gamma=2"],
     )
     counts = torch.zeros(6, 6, dtype=torch.float64)
@@ -235,21 +210,11 @@ def _joint_law(target: PreTrainedModel, ids: Tensor, warp: dict[str, Any]) -> Te
 
 
 def test_the_seed_is_torchs_unless_given(pair: Any) -> None:
-    target, draft = pair
+    how = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 12, "eos_token_id": None}
 
     def sample(seed: int | None, torch_seed: int) -> list[int]:
         torch.manual_seed(torch_seed)
-        row = target.generate(
-            prompt(),
-            do_sample=True,
-            temperature=3.0,
-            max_new_tokens=12,
-            eos_token_id=None,
-            custom_generate=generate,
-            draft_model=draft,
-            seed=seed,
-        )
-        return row[0].tolist()
+        return list(ours(pair, prompt(), **how, seed=seed)[0].tolist())
 
     assert sample(None, 1) == sample(None, 1)
     assert sample(None, 1) != sample(None, 2)
@@ -257,13 +222,9 @@ def test_the_seed_is_torchs_unless_given(pair: Any) -> None:
 
 
 def test_settings_of_the_model_and_of_a_configuration_are_taken(pair: Any) -> None:
-    target, draft = pair
     config = GenerationConfig(max_length=prompt().shape[1] + 9, eos_token_id=[7], pad_token_id=0)
-    expected = target.generate(prompt(), generation_config=config)
-    found = target.generate(
-        prompt(), generation_config=config, custom_generate=generate, draft_model=draft
-    )
-    assert torch.equal(found, expected)
+    expected = pair[0].generate(prompt(), generation_config=config)
+    assert torch.equal(ours(pair, prompt(), generation_config=config), expected)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from rich.console import Console
 from specdec.certify import Report, print_report
 from specdec.certify.certify import certify
 from specdec.cli.main import main
-from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.interfaces import Events, TokenSource, TreePolicy
 from specdec.policies import chain
@@ -33,10 +32,7 @@ from specdec.tree import TokenTree
 from specdec.types import Answers, BoolArray, Candidates, IntArray, Nodes
 from specdec.verifiers import MatchVerifier
 from tests.matrix.record_presets import PROFILE
-
-
-def config(*overrides: str) -> dict:
-    return run_job_of(["model=random", *overrides]).config
+from tests.unit.test_verify import config
 
 
 def failed(report: Report, name: str) -> str:

@@ -6,9 +6,8 @@ import pytest
 
 from specdec.policies import BestOfBeam
 
-from .bench import Context, TableSource, children_of, new_request, new_state, score
-
-ROOT = (1, 2, 3)
+from .bench import Context, TableSource, children_of, score
+from .test_shapes import ROOT, select_once
 
 
 def two_phases(root: Context, nodes: int, width: int, children: int, depth: int) -> set[Context]:
@@ -22,13 +21,6 @@ def two_phases(root: Context, nodes: int, width: int, children: int, depth: int)
     return {root, *sorted(found, key=lambda c: -score(c, root))[: nodes - 1]}
 
 
-def submitted(policy: BestOfBeam, source: TableSource, max_new_tokens: int = 40) -> list[Context]:
-    state = new_state(new_request(1, ROOT, max_new_tokens))
-    ((request_id, ids),) = policy.select(state, source).items
-    request = state.requests[request_id]
-    return [tuple(request.path_tokens(s).tolist()) for s in request.tree.slots(ids).tolist()]
-
-
 @pytest.mark.parametrize(
     ("nodes", "width", "children", "depth"),
     [(60, 10, 10, 7), (8, 3, 4, 3), (20, 2, 3, 5), (5, 4, 10, 1)],
@@ -38,7 +30,7 @@ def test_the_tree_is_that_of_the_two_phases(
 ) -> None:
     source = TableSource()
     policy = BestOfBeam(nodes=nodes, width=width, children=children, depth=depth)
-    found = submitted(policy, source)
+    found = select_once(policy, source)
     assert set(found) == two_phases(ROOT, nodes, width, children, depth)
     assert len(found) == min(nodes, 1 + children + depth * width * children)
     at = {context: row for row, context in enumerate(found)}
@@ -51,6 +43,6 @@ def test_nothing_is_drafted_beyond_the_last_token() -> None:
     """Two tokens can be emitted: the root's children and theirs, which are not expanded."""
     source = TableSource()
     policy = BestOfBeam(nodes=30, width=3, children=3, depth=5)
-    found = submitted(policy, source, max_new_tokens=2)
+    found = select_once(policy, source, max_new_tokens=2)
     assert max(map(len, found)) == len(ROOT) + 2
     assert len(source.calls) == 2

@@ -8,8 +8,8 @@ from experiments.reproduce.lab import Lab
 from strategies.specpipe_bf import PipelineBestFirst
 
 from .bench import READY, Context, TableSource, children_of, new_request, new_state, score
+from .test_shapes import ROOT, chosen_contexts
 
-ROOT = (1, 2, 3)
 WIDTH, CHILDREN = 5, 3
 
 
@@ -21,9 +21,7 @@ def after_one_step(passes: int, max_new_tokens: int) -> tuple[list[Context], set
     assert [ids.tolist() for _, ids in nodes.items] == [[0]], "a fresh root goes alone"
     state.mark_submitted(nodes)
     policy.overlap(state, source, READY)
-    ((_, ids),) = policy.select(state, source).items
-    request = state.requests[1]
-    chosen = [tuple(request.path_tokens(s).tolist()) for s in request.tree.slots(ids).tolist()]
+    chosen = chosen_contexts(policy.select(state, source), state)
     return chosen, {context for call in source.calls for context in call[1]}
 
 

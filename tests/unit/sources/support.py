@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from specdec.certify.contracts import commit, expand, open_request
 from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
+from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 from tests.states import new_request, new_state
 
@@ -30,25 +30,14 @@ VOCAB = 32
 
 def tiny_model(
     *, max_positions: int = 256, hidden_size: int = 16, seed: int = 0
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """Two random layers in float64; next tokens vary with the context."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=max_positions,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    sizes = {"hidden_size": hidden_size, "vocab_size": VOCAB, "max_positions": max_positions}
+    heads = {"num_heads": 2, "num_kv_heads": 1}
+    return random_model(num_layers=2, dtype="float64", seed=seed, scale=0.5, **sizes, **heads)
 
 
-def make_runner(model: LlamaForCausalLM, name: str = "draft") -> ModelRunner:
+def make_runner(model: PreTrainedModel, name: str = "draft") -> ModelRunner:
     return ModelRunner(model=model, name=name, meter=Meter())
 
 
