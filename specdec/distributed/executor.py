@@ -299,8 +299,9 @@ class FreeExecutor(DistributedExecutor):
     A step is one pass of the first stage: it ends when that pass, with its exit head, has ended,
     and the oldest verdict that has arrived by then is read (line 3). A step in which a further one
     waits already ends at once, and one without rows, or with ``in_flight`` batches unanswered, with
-    the next reply. So the number of steps depends on times, and the tokens do not: a node's answer
-    is passed on in a step after that of its last exit, when the policy has seen its children.
+    the next reply. So the number of steps depends on times (``latency`` is the number of stages),
+    and the tokens do not: a node's answer is passed on in a step after that of its last exit, when
+    the policy has seen its children.
     """
 
     def __init__(self, **given: Any) -> None:
