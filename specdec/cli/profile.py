@@ -37,10 +37,10 @@ def main(arguments: Arguments) -> int:
     folder = output_folder(output_dir, "profile")
     from specdec.profiling.job import profile_job, profile_text
 
-    result = run_in(
+    result, is_new = run_in(
         folder, config, RESULT_FILE, lambda progress: profile_job(config, folder, progress)
     )
-    if result is not None:
+    if is_new:
         print(profile_text(result))
         print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
         print(f"results in {folder}")
