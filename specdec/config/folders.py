@@ -15,9 +15,9 @@ from uuid import uuid4
 
 from omegaconf import OmegaConf
 
-from specdec.config.options import Node, flatten, read_yaml
+from specdec.config.options import Node, read_yaml
 from specdec.errors import UserError
-from specdec.files import is_full, parse_json, write_json, write_text
+from specdec.files import flatten, is_full, parse_json, write_json, write_text
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
