@@ -17,7 +17,7 @@ from specdec.config.folders import run_in
 from specdec.config.job import COMPARISON_FILE, compose_comparison, run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
-from specdec.files import parse_json, plain
+from specdec.files import plain
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results
@@ -461,7 +461,7 @@ def compare(
     kept = TemporaryDirectory(prefix="specdec-") if output_dir is None else nullcontext(output_dir)
     with kept as name, redirect_stdout(StringIO()) as printed:
         folder = Path(name)
-        compared = run_in(
+        compared, _ = run_in(
             folder,
             plain(comparison.config),
             COMPARISON_FILE,
@@ -470,8 +470,6 @@ def compare(
             ),
         )
         table = printed.getvalue() or (folder / "comparison.md").read_text(encoding="utf-8")
-        if compared is None:
-            compared = parse_json((folder / COMPARISON_FILE).read_bytes())
         rows = results.read(folder)
     return Compared(
         rows=tuple(compared["rows"]),

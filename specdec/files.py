@@ -8,7 +8,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -73,6 +73,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return value.as_posix()
     raise TypeError(f"{type(value).__name__} cannot be stored as JSON: {value!r}")
+
+
+def flatten(config: Any, prefix: str = "", *, whole: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the values of nested mappings by dotted key; those of keys in ``whole`` stay."""
+    if not isinstance(config, dict) or not config or prefix.rpartition(".")[2] in whole:
+        return {prefix: config} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key), whole=whole)
+    return flat
 
 
 # Reading.

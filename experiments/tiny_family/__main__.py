@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from experiments.tiny_family import card, recipes, samples, unlikelihood
 from experiments.tiny_family.session import Session
 from specdec.config.hydra import parse
-from specdec.config.options import flatten, has_key
+from specdec.config.options import has_key
 from specdec.errors import UserError
+from specdec.files import flatten
 from specdec.parts.build import check_values
 from specdec.parts.fields import did_you_mean, signature_of
 from specdec.train.progress import progress_bar

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -18,18 +18,15 @@ from specdec.config.hydra import compose_raw, without_hydra
 from specdec.config.job import COMPARISON_FILE, Comparison, Job
 from specdec.config.options import Node, Trees
 from specdec.errors import UserError
-from specdec.files import parse_json
 from specdec.runs.progress import Progress
-
-_T = TypeVar("_T")
 
 RESULT_FILE = "summary.json"
 """This file is written last in a run folder: if it exists, the run is complete."""
 
 
-def execute(work: Job | Comparison, folder: Path) -> Node | None:
-    """Runs a job or a comparison in its folder, and sends its rows to the logger; None if it was
-    complete already.
+def execute(work: Job | Comparison, folder: Path) -> bool:
+    """Runs a job or a comparison in its folder, and sends its rows to the logger; returns whether
+    it was not complete already.
     """
     from specdec.runs.jobs import compare_jobs, run_job
 
@@ -41,38 +38,37 @@ def execute(work: Job | Comparison, folder: Path) -> Node | None:
         result, table = COMPARISON_FILE, "comparison.md"
         do = partial(compare_jobs, configs, folder, work.repeats)
     check_logger(configs[0], folder)
-    done = run_in(folder, work.config, result, do, table=table)
-    stored = parse_json((folder / result).read_bytes()) if done is None else done
-    log_results(configs, [stored] if isinstance(work, Job) else stored["rows"], folder)
-    if done is not None:
+    done, is_new = run_in(folder, work.config, result, do, table=table)
+    log_results(configs, [done] if isinstance(work, Job) else done["rows"], folder)
+    if is_new:
         print(f"results in {folder}")
-    return done
+    return is_new
 
 
 def run_in(
     folder: Path,
     config: Node,
     result: str,
-    work: Callable[[Any], _T],
+    work: Callable[[Any], Any],
     *,
     table: str = "",
-) -> _T | None:
+) -> tuple[Any, bool]:
     """Does work in its folder as ``specdec.config.folders.run_in`` does, and shows its progress.
 
     ``work`` is called with the ``Progress`` to report to; ``table`` is a file that is printed if
     the work is complete already.
     """
 
-    def shown() -> _T:
+    def shown() -> Any:
         with reporting() as progress:
             return work(progress)
 
-    done = folders.run_in(folder, config, result, shown)
-    if done is None:
+    done, is_new = folders.run_in(folder, config, result, shown)
+    if not is_new:
         if table and (folder / table).is_file():
             print((folder / table).read_text(encoding="utf-8"))
         print(f"{folder}: complete already, not run again (delete the folder to repeat it)")
-    return done
+    return done, is_new
 
 
 def print_notices(notices: Iterable[str]) -> None:

@@ -12,12 +12,12 @@ from specdec.config.options import (
     Trees,
     chosen_parts,
     first_comment,
-    flatten,
     options,
     own_values,
     stated,
 )
 from specdec.errors import UserError
+from specdec.files import flatten
 from specdec.parts.fields import did_you_mean
 
 HELP = """\

@@ -35,15 +35,14 @@ def main(arguments: Arguments) -> int:
     request = plan_request(arguments.overrides, arguments.config_dirs)
     folder = output_folder(request.output_dir, "plan")
 
-    def work(progress: object) -> bool:
+    def work(progress: object) -> None:
         plan = plan_job(request, folder, progress)  # type: ignore[arg-type]
         print((folder / TABLE_FILE).read_text(encoding="utf-8"), end="")
         what = "measured" if plan.measured else f"{plan.simulated_tokens} tokens simulated"
         print(f"{what} in {plan.search_s:.0f} s")
-        return True
 
-    done = run_in(folder, request.config, SEARCH_FILE, work, table=TABLE_FILE)
-    if done:
+    _, is_new = run_in(folder, request.config, SEARCH_FILE, work, table=TABLE_FILE)
+    if is_new:
         print(f"use it: --config-dir {folder} strategy={PRESET}")
         print(f"results in {folder}")
     if request.chosen.check not in ("", "false"):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from specdec.cli.arguments import Arguments
@@ -37,10 +38,8 @@ def main(arguments: Arguments) -> int:
     folder = output_folder(output_dir, "profile")
     from specdec.profiling.job import profile_job, profile_text
 
-    result = run_in(
-        folder, config, RESULT_FILE, lambda progress: profile_job(config, folder, progress)
-    )
-    if result is not None:
+    result, is_new = run_in(folder, config, RESULT_FILE, partial(profile_job, config, folder))
+    if is_new:
         print(profile_text(result))
         print(f"profile: clock.profile={folder / config['profiling']['name']}.yaml")
         print(f"results in {folder}")

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
@@ -100,13 +99,21 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
         for old in folder.glob(f"{_NOTES}*"):  # left by a killed sweep
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
-            notes, unrecorded = Path(name).resolve(), _LOST
-            settings = _Sweep(folder.resolve(), notes, tuple(varying), len(jobs), tuple(extra))
+            notes, results, unrecorded = Path(name).resolve(), folder.resolve(), _LOST
+
+            def task(config: DictConfig) -> None:
+                run_one(config, results, notes, varying, len(jobs), extra)
+
+            where = f"hydra.sweep.dir={json.dumps(results.as_posix(), ensure_ascii=False)}"
             try:
-                _launch(overrides, settings)
+                _run_hydra(task, ["--multirun", *overrides, where], extra)
             except KeyboardInterrupt:
                 unrecorded = _INTERRUPTED
                 raise
+            except Exception as error:  # a launcher's: a worker was killed, a queue refused
+                print_exc()
+                text = f"the launcher failed: {type(error).__name__}: {error}"
+                print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
             finally:
                 read = [parse_json(path.read_bytes()) for path in notes.glob("*.json")]
                 written = {record["job"]: record for record in read}
@@ -166,26 +173,6 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sweep:
-    folder: Path
-    notes: Path  # folder of the jobs' records
-    varying: tuple[str, ...]  # keys that name a job's folder
-    total: int  # number of jobs
-    trees: tuple[Path, ...]  # further configuration trees
-
-
-def _launch(overrides: Words, sweep: _Sweep) -> None:
-    where = f"hydra.sweep.dir={json.dumps(sweep.folder.as_posix(), ensure_ascii=False)}"
-    words = ["--multirun", *overrides, where]
-    try:
-        _run_hydra(lambda config: run_one(config, sweep), words, sweep.trees)
-    except Exception as error:  # a launcher's: a worker was killed, a queue refused
-        print_exc()
-        text = f"the launcher failed: {type(error).__name__}: {error}"
-        print(f"specdec: {text}; start the same command again to continue", file=sys.stderr)
-
-
 def show_info(arguments: Arguments) -> int:
     words = ["--info", arguments.info, *arguments.overrides]
     _run_hydra(lambda _: None, words, arguments.config_dirs)
@@ -200,15 +187,18 @@ def _run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -
         sys.argv = before
 
 
-def run_one(config: DictConfig, sweep: _Sweep) -> None:
+def run_one(
+    config: DictConfig, folder: Path, notes: Path, varying: Words, total: int, trees: Trees
+) -> None:
+    """Runs a job in its folder below ``folder`` and writes its record into ``notes``."""
     merged = OmegaConf.create({"hydra": HydraConfig.get()})
     merged.merge_with(config)
-    name = _job_name(list(HydraConfig.get().overrides.task), sweep.varying)
+    name = _job_name(list(HydraConfig.get().overrides.task), varying)
     number = int(HydraConfig.get().job.num) + 1
-    print(f"[{number}/{sweep.total}] {name}", flush=True)
+    print(f"[{number}/{total}] {name}", flush=True)
     status, reason, start = "ok", "", time.monotonic()
     try:
-        if execute(checked_job(plain(merged, sweep.trees)), sweep.folder / name) is None:
+        if not execute(checked_job(plain(merged, trees)), folder / name):
             status = "skipped"
     except UserError as error:
         status, reason = "refused", str(error)
@@ -219,7 +209,7 @@ def run_one(config: DictConfig, sweep: _Sweep) -> None:
     seconds = round(time.monotonic() - start, 3)
     record: Record = {"job": name, "status": status, "error": reason, "seconds": seconds}
     try:
-        write_text(sweep.notes / f"{number}.json", json.dumps(record))
+        write_text(notes / f"{number}.json", json.dumps(record))
     except OSError as error:
         if not is_full(error):  # sweep.json, written at the end, would report a full disk
             raise

@@ -1,6 +1,4 @@
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -60,27 +58,21 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
     title = _title(folder)
     wrapped = fill(title, 150)
-    with _drawing(str(folder)):
+    try:
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
         page = tree_page(trees, title=title)
         rejected = rejections_png(trees, title=wrapped)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it"
+            " again with trace=true"
+        ) from error
     paths = [write_bytes(folder / "timeline.png", picture), write_text(folder / "tree.html", page)]
     if rejected is not None:
         paths.append(write_bytes(folder / "rejections.png", rejected))
     return [*paths, folder / TIMELINE_FILE]
-
-
-@contextmanager
-def _drawing(traces: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{traces}: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(
-            f"{traces} has a trace of another version ({type(error).__name__}: {error}): run it"
-            " again with trace=true"
-        ) from error
 
 
 def _load(path: Path) -> dict[str, Any]:

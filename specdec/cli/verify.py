@@ -112,9 +112,9 @@ def _verify(job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool) 
     file = folder / RESULT_FILE
     done: Any = parse_json(file.read_bytes()) if keep and file.is_file() else {}
     config = {"command": "verify", "depth": depth, **job.config}
-    report = run_in(folder, config, RESULT_FILE if done.get("lossless") else "", verify)
-    if report is None:
+    report, is_new = run_in(folder, config, RESULT_FILE if done.get("lossless") else "", verify)
+    if not is_new:
         return done  # type: ignore[no-any-return]
     print_report(report, job.config["choices"])
     print(f"results in {folder}")
-    return report.as_dict()
+    return report.as_dict()  # type: ignore[no-any-return]

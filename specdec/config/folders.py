@@ -10,16 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 from traceback import format_exception
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from omegaconf import OmegaConf
 
-from specdec.config.options import Node, flatten, read_yaml
+from specdec.config.options import Node, read_yaml
 from specdec.errors import UserError
-from specdec.files import is_full, parse_json, write_json, write_text
-
-_T = TypeVar("_T")
+from specdec.files import flatten, is_full, parse_json, write_json, write_text
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
@@ -41,8 +39,9 @@ def safe_name(text: str) -> str:
     return f"{name[:_LONGEST_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
-def run_in(folder: Path, config: Node, result: str, work: Callable[[], _T]) -> _T | None:
-    """Does the work of a configuration in its folder; returns None if it was complete already.
+def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> tuple[Any, bool]:
+    """Does the work of a configuration in its folder, unless it was complete already; returns what
+    the work returned, or the stored result, and whether the work was done now.
 
     Of work that is refused before its first result nothing is left, so that the corrected command
     can use the same folder; any other end is written to ``status.json``. ``result`` is the file
@@ -51,8 +50,8 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], _T]) -> _
     existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
     status = {"status": "ok", "error": ""}
     try:
-        if _claim(folder, config, result):
-            return None
+        if (stored := _claim(folder, config, result)) is not None:
+            return stored, False
         with alone_in(folder):
             try:
                 done = work()
@@ -66,7 +65,7 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], _T]) -> _
                     write_json(folder / STATUS_FILE, status)
                 raise
             write_json(folder / STATUS_FILE, status)
-            return done
+            return done, True
     except UserError:
         own = {CONFIG_FILE, STATUS_FILE}
         if not claimed and folder.is_dir() and {p.name for p in folder.iterdir()} <= own:
@@ -77,9 +76,9 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], _T]) -> _
         raise
 
 
-def _claim(folder: Path, config: Node, result: str) -> bool:
+def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
     """Assigns a new or empty folder to a configuration by writing its ``config.yaml``; returns
-    whether ``result`` exists in it already, and refuses other folders.
+    the content of ``result`` if it exists already, and refuses other folders.
     """
     at, other = f"output_dir={folder}", "name another folder or delete that one"
     if folder.exists() and not folder.is_dir():
@@ -91,7 +90,7 @@ def _claim(folder: Path, config: Node, result: str) -> bool:
             raise UserError(f"{at} is not empty and not a run folder ({reason}): name a new folder")
         make_folder(folder)
         write_text(stored, as_yaml(config))
-        return False
+        return None
     loaded = read_yaml(stored, f"{at} has a {CONFIG_FILE} that cannot be read", other)
     previous = loaded if isinstance(loaded, dict) else {}
     command, own = previous.get("command", "run"), config.get("command", "run")
@@ -103,14 +102,15 @@ def _claim(folder: Path, config: Node, result: str) -> bool:
         raise UserError(f"{at} has a run of another configuration ({difference}): {other}")
     file = folder / result
     if not result or not file.is_file():
-        return False
+        return None
     try:
-        if not isinstance(parse_json(file.read_bytes()), dict):
+        found = parse_json(file.read_bytes())
+        if not isinstance(found, dict):
             raise ValueError("it is no JSON object")
     except ValueError as error:
         remedy = "delete it, and start the same command again"
         raise UserError(f"{file} is damaged ({error}): {remedy}") from error
-    return True
+    return found
 
 
 def _computed(config: Node) -> dict[str, Any]:

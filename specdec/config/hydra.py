@@ -20,13 +20,13 @@ from specdec.config.options import (
     Trees,
     config_dir,
     config_tree,
-    flatten,
     has_key,
     options,
     own_values,
     read_yaml,
 )
 from specdec.errors import UserError
+from specdec.files import flatten
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
 Words = Sequence[str]  # overrides in Hydra's grammar

@@ -11,10 +11,11 @@ from pydantic import Field
 
 from specdec.clocks.build import clock_kind
 from specdec.config.hydra import Composed, Words, compose_config, compose_raw, key_of, parse, plain
-from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, flatten, has_key, options
+from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, has_key, options
 from specdec.config.profiles import fit, load_profile, with_caveat
 from specdec.data import Request, check_data
 from specdec.errors import UserError
+from specdec.files import flatten
 from specdec.parts.build import build_part, check_values, locate
 from specdec.parts.fields import Count, Index, Positive, Text, Threads, did_you_mean
 

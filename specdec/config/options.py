@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.errors import UserError
-from specdec.files import UNREADABLE, why_unreadable
+from specdec.files import UNREADABLE, flatten, why_unreadable
 
 Node = Mapping[str, Any]  # a section of a configuration, or a whole one
 Trees = Sequence[Path]  # further configuration trees, which come before the library's own
@@ -138,15 +138,6 @@ def _read(path: Path) -> tuple[list[Any], dict[str, Any]]:
     values = {str(key): value for key, value in loaded.items()}
     defaults = values.pop("defaults", None)
     return defaults if isinstance(defaults, list) else [], values
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(config, dict) or not config:
-        return {prefix: config} if prefix else {}
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
 
 
 def has_key(config: Any, key: str) -> bool:

@@ -79,7 +79,6 @@ def load_profile(name: str, extra: Trees = (), *, key: str = "clock.profile") ->
     return profile
 
 
-_RATIOS = ("ratio", "ratio_plus_one")  # values of policy.d
 _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
@@ -101,7 +100,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
                 )
     clock = with_draft(clock, config["model"].get("draft_name"))
     config, policy = {**config, "clock": clock}, config.get("policy")
-    if isinstance(policy, dict) and policy.get("d") in _RATIOS:
+    if isinstance(policy, dict) and policy.get("d") in ("ratio", "ratio_plus_one"):
         config["policy"] = {**policy, "d": _expansions(policy, clock)}
     return config
 

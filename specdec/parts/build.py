@@ -104,10 +104,8 @@ def build_part(
     nested = {key: node[key] for key in (*plain, *objects) if _has_part(node.get(key))}
     values = {key: value for key, value in node.items() if key not in ("_target_", *nested)}
     if runtime is None:  # values are checked once: a configuration that is built was checked
-        given, named = (
-            FILLED.get(where.partition(".")[0], set()),
-            f"{label} (class {node['_target_']})",
-        )
+        given = FILLED.get(where.partition(".")[0], set())
+        named = f"{label} (class {node['_target_']})"
         also = {*nested, *(signature_of(common).plain if common else ())}
         check_values(cls, values, where, named, given=given, also=also)
         for error in errors_of(common, values, f"{where}.") if common else ():
@@ -123,9 +121,8 @@ def build_part(
             nested[name] = runtime[name]()
     try:
         # Partial, because OmegaConf would copy those objects that are dataclasses.
-        return instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")(
-            **nested
-        )
+        make = instantiate({**values, "_target_": cls, "_partial_": True}, _convert_="all")
+        return make(**nested)
     except UserError:
         raise
     except (TypeError, ValueError) as error:

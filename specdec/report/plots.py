@@ -103,18 +103,18 @@ def run_png(result: Result) -> bytes:
 
 def progress_pngs(results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, bytes]:
     """Plots the panels of ``run_png`` in pairs, for several results."""
-    pictures = {}
-    by_depth = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
-    panels: dict[str, tuple[Callable[..., None], str]] = {
-        "throughput": (_throughput, "Throughput"),
-        "acceptance": (_acceptance, by_depth),
-    }
-    for name, (draw, title) in panels.items():
+
+    def drawn(draw: Callable[..., None], title: str) -> bytes:
         figure = figure_of(11.0, 4.0)
         axes = figure.subplots(1, 2)
         draw(*axes, results)
-        pictures[name] = png(figure, title, conditions, legend=axes)
-    return pictures
+        return png(figure, title, conditions, legend=axes)
+
+    by_depth = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
+    return {
+        "throughput": drawn(_throughput, "Throughput"),
+        "acceptance": drawn(_acceptance, by_depth),
+    }
 
 
 def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:

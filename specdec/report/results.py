@@ -14,7 +14,7 @@ from pandas import DataFrame, concat
 from pydantic import ConfigDict, TypeAdapter
 
 from specdec.errors import UserError
-from specdec.files import parse_json, parse_yaml, plain
+from specdec.files import flatten, parse_json, parse_yaml, plain
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
@@ -226,7 +226,7 @@ def frame(*sources: Source) -> DataFrame:
             **head,
             "complete": result.summary is not None,
             "prompts_finished": len(result.records),
-            **_flat(result.config, "config."),
+            **flatten(result.config, "config", whole=["costs"]),
             **{k: v for k, v in (result.summary or {}).items() if k != "conditions"},
         }
         for result, head in _results(sources)
@@ -336,11 +336,3 @@ def _prompts(sources: Iterable[Source]) -> Iterator[tuple[RequestResult, dict[st
     for result, head in _results(sources):
         for record in result.records:
             yield record.result, head | {"repeat": record.repeat}
-
-
-def _flat(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        nested = isinstance(value, Mapping) and value and key != "costs"
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat

@@ -96,7 +96,7 @@ def _table(answers: Sequence[Answer]) -> pd.DataFrame:
     for answer in answers:
         question, category = answer["question_id"], answer["category"]
         # SPEED-Bench, whose ids are text, has categories of the names of Spec-Bench's tasks.
-        task = category if isinstance(question, str) else task_of(category)
+        task = category if isinstance(question, str) else _TASK_OF.get(category, category)
         for choice in answer["choices"] if category else ():
             speed = sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9)
             drafts = choice["draft_tokens"], choice["spec_tokens"]
@@ -122,7 +122,3 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
         **acceptance_keys(steps, int(first["draft_tokens"].sum()), int(first["spec_tokens"].max())),
         "speedup": float((speeds["speed"] / speeds["ar_speed"]).median()) if compared else None,
     }
-
-
-def task_of(category: str) -> str:
-    return _TASK_OF.get(category, category)

@@ -51,8 +51,7 @@ def lossless_label(row: Row) -> str:
 
 def _speedup(row: Row) -> str:
     value, spread = row.get("speedup_wall"), row.get("speedup_wall_range")
-    shown = spread and row.get("repeats", 1) > 1
-    text = " ({:.2f}-{:.2f})".format(*spread) if spread and shown else ""
+    text = " ({:.2f}-{:.2f})".format(*spread) if spread and row.get("repeats", 1) > 1 else ""
     return NONE if value is None else f"{value:.2f}x{text}"
 
 

@@ -45,7 +45,6 @@ from specdec.state import StopRules
 from specdec.trace.files import write_trace
 from specdec.types import IntArray
 
-LOGS_FOLDER = "logs"  # subfolder of a run folder with the output of its ranks, ``rank<r>.log``
 _SYNTHETIC_PROMPT_TOKENS = 16
 _MAX_SYNTHETIC_PROMPTS = 1_000_000
 
@@ -72,15 +71,14 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         **decoding.further_metrics(runner, cfg),
         "by_category": by_category(decoding.answers()[runner.name], None),
     }
-    conditions = decoding.conditions(repeats=1)
     _write_provenance(cfg, output_dir)
-    records, name = tuple(decoding.records.values()), runner.name
+    conditions = decoding.conditions
     result = Result(
         folder=output_dir,
-        name=name,
-        strategy=name,
+        name=runner.name,
+        strategy=runner.name,
         config=cfg,
-        records=records,
+        records=tuple(decoding.records.values()),
         summary=summary,
         conditions=conditions,
     )
@@ -107,7 +105,7 @@ def compare_jobs(
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
-    conditions, runs, answers = decoding.conditions(repeats), decoding.runs, decoding.answers()
+    conditions, runs, answers = decoding.conditions, decoding.runs, decoding.answers()
     rows = [
         comparison_row(r.name, runs[r.name], runs.get("ar"), claims=r.claims)
         | decoding.further_metrics(r, cfg)
@@ -159,7 +157,7 @@ class _Decoding:
     def decode(self, repeats: int) -> None:
         base, progress = self._base, self._progress
         try:
-            with rank_logs_in(self._folder / LOGS_FOLDER):
+            with rank_logs_in(self._folder / "logs"):
                 for cfg in self._cfgs:
                     self.runners.append(build_runner(cfg, self.pair, stop_rules(cfg, self.pair)))
             note_levels_on_one_stage(self.runners, progress.note)
@@ -182,6 +180,8 @@ class _Decoding:
                 runner.close()
         self.runs = {runner.name: runs_of(self._records_of(runner)) for runner in self.runners}
         results = {name: runs[0].results for name, runs in self.runs.items()}
+        prompts = len(self._prompts)
+        self.conditions = conditions_of(base, self.pair, prompts, self._cut, repeats)
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
         if self.pair.tokenizer is not None:
@@ -192,9 +192,6 @@ class _Decoding:
 
     def _records_of(self, runner: Runner) -> list[RequestRecord]:
         return [record for record in self.records.values() if record.strategy == runner.name]
-
-    def conditions(self, repeats: int) -> dict[str, Any]:
-        return conditions_of(self._base, self.pair, len(self._prompts), self._cut, repeats)
 
     def further_metrics(self, runner: Runner, cfg: Mapping[str, Any]) -> dict[str, Any]:
         """Returns metrics that ``summarise`` cannot know.
@@ -279,7 +276,7 @@ class _Decoding:
         """Records the draft's ranks by one more pass per prompt, which is outside all metrics."""
         cfg, pair = self._base, self.pair
         self._progress.phase("recording the draft", len(results))
-        models, conditions = pair.section(), self.conditions(1)
+        models = pair.section()
         names = {k: models[k] for k in ("target", "draft") if models.get(k)}
         stated = ("data", "sampling", "dtype", "seed", "max_new_tokens")
         record = record_run(
@@ -290,7 +287,7 @@ class _Decoding:
             about={
                 "strategy": cfg["strategy"]["name"],
                 "model": {"kind": cfg["model"]["kind"], **names},
-                **{k: v for k, v in conditions.items() if k in stated},
+                **{k: v for k, v in self.conditions.items() if k in stated},
                 "sampling_params": dict(cfg["sampling"]),
                 "provenance": provenance(command=sys.argv, config=cfg),
             },

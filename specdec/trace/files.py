@@ -30,8 +30,8 @@ def write_trace(
     latency: int | None,
     places: Mapping[int, int] | None = None,
     text: Callable[[int], str] | None = None,
-) -> list[Path]:
-    """Writes the trace files into the run folder; returns their paths.
+) -> None:
+    """Writes the trace files into the run folder.
 
     ``latency`` is the executor's, in steps; ``places`` maps ranks to stages from 1 (default: rank i
     is stage i); without ``text`` (token id -> text) no texts are written.
@@ -51,10 +51,8 @@ def write_trace(
     trees = head | {"truncated": record.truncated, "text": texts, "requests": record.requests}
     # Compact, because traces are large.
     form: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}
-    return [
+    for name, value in ((TIMELINE_FILE, timeline), (TREES_FILE, trees)):
         write_text(folder / name, json.dumps(plain(value), **form) + "\n")
-        for name, value in ((TIMELINE_FILE, timeline), (TREES_FILE, trees))
-    ]
 
 
 def chrome_events(

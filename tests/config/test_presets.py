@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 
 from specdec.config.job import Job, compose_comparison, run_job_of
-from specdec.config.options import PARTS, flatten, options, own_values
+from specdec.config.options import PARTS, options, own_values
 from specdec.errors import UserError
+from specdec.files import flatten
 
 PRESETS = sorted(options("strategy"))
 BASELINES = ("hf_", "ort_", "openvino_", "llamacpp_", "endpoint")
