@@ -15,8 +15,8 @@ from specdec.clocks.build import build_profile
 def latency_formulas(item: Item, lab: Lab) -> Findings:
     """PipeDec 2.4: PP = sum T_c + sum T_t; PipeDec = max(T_draft, C max T_c + max T_t).
 
-    Keys: ``drafts``, ``stages``, ``width``, ``plain``, ``dynamic`` (overrides; ``{stages}`` is
-    filled in), claims ``pp`` and ``pipedec``, ``claims_of`` (the draft that decides them).
+    Keys: ``drafts``, ``stages``, ``plain``, ``dynamic`` (overrides; ``{stages}`` is filled in),
+    claims ``pp`` and ``pipedec``, ``claims_of`` (the draft that decides them).
     """
     findings, config = Findings(), item.config
     table = []
@@ -29,7 +29,8 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
                 for name, key in (("PP", "plain"), ("PipeDec", "dynamic"))
             }
             runs = run_rows(lab, draft, [], rows)
-            laws = _latency_laws(runs["PP"], stages, config["width"])
+            rows_per_pass = round(runs["PipeDec"].summary["rows_per_target_pass"])
+            laws = _latency_laws(runs["PP"], stages, rows_per_pass)
             for key, run in zip(off, runs.values(), strict=True):
                 off[key].append(100 * (laws[key] / run.tbt_ms - 1))
                 hit, share = run.summary["hit_rate"], run.summary["loop_share"]
@@ -51,11 +52,14 @@ def latency_formulas(item: Item, lab: Lab) -> Findings:
     return findings
 
 
-def _latency_laws(run: Outcome, stages: int, width: int) -> dict[str, float]:
-    """Milliseconds per token by the formulas, from a run's profile."""
-    ms = build_profile(run.config["clock"]).ms
-    plain = stages * ms(Work.STAGE, 1) + (stages - 1) * ms(Work.TRANSFER, 1)  # a transfer less
-    pipedec = max(ms(Work.DRAFT, width), ms(Work.STAGE, width) + ms(Work.TRANSFER, width))
+def _latency_laws(run: Outcome, stages: int, rows: int) -> dict[str, float]:
+    """Milliseconds per token by the formulas, from a run's profile; ``rows`` are PipeDec's nodes
+    per level, and the maxima over stages those of the slowest.
+    """
+    ms, devices = build_profile(run.config["clock"]).ms, range(1, stages + 1)
+    plain = sum(ms(Work.STAGE, 1, device) for device in devices)
+    plain += (stages - 1) * ms(Work.TRANSFER, 1)  # a transfer less
+    pipedec = max(ms(Work.DRAFT, rows), ms(Work.STAGE, rows) + ms(Work.TRANSFER, rows))
     return {"pp": plain, "pipedec": pipedec}
 
 
