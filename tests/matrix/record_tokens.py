@@ -168,16 +168,18 @@ def references(samplings: Sequence[str]) -> dict[str, str]:
 
 def configs() -> dict[str, dict[str, Any]]:
     """Preset -> the differences of its configuration from that of ``ar``, whose own is whole."""
-    middle = "model.middle=bundled:draft"  # which pipespec needs
-    flat = {p: _flat(run_job_of([f"strategy={p}", middle]).config) for p in presets()}
-    return {
-        preset: {k: v for k, v in values.items() if preset == "ar" or v != flat["ar"].get(k, "")}
-        for preset, values in flat.items()
-    }
+    found = {}
+    for preset in presets():
+        # What pipespec needs; the bundled target has no MTP layer.
+        model = "model=random" if preset == "mtp" else "model.middle=bundled:draft"
+        values, plain = _flat(preset, model), _flat("ar", model)
+        found[preset] = {k: v for k, v in values.items() if preset == "ar" or v != plain.get(k, "")}
+    return found
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    plain = json.loads(json.dumps(deepcopy(config)))
+@cache
+def _flat(preset: str, model: str) -> dict[str, Any]:
+    plain = json.loads(json.dumps(deepcopy(run_job_of([f"strategy={preset}", model]).config)))
     return {key: v for key, v in flatten(plain).items() if not key.endswith("_target_")}
 
 
