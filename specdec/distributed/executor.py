@@ -156,9 +156,7 @@ class DistributedExecutor(Executor):
 
     def poll(self) -> Output | None:
         self._group.check()
-        early = [
-            k for k in self._expected if k[0] in _EARLY and self._group.has_reply(k, self._session)
-        ]
+        early = [k for k in self._expected if k[0] in _EARLY and self._has(k)]
         if early:
             self._is_waiting = False
             return self._read(self._replies(early))
@@ -221,8 +219,11 @@ class DistributedExecutor(Executor):
             self._group.close_session(self._session)
         self._handle.release(broken=self._in_step)
 
+    def _has(self, key: ReplyKey) -> bool:
+        return self._group.has_reply(key, self._session)
+
     def _has_all(self) -> bool:
-        return all(self._group.has_reply(key, self._session) for key in self._expected)
+        return all(map(self._has, self._expected))
 
     def _replies(self, keys: Sequence[ReplyKey]) -> dict[ReplyKey, Any]:
         return {
@@ -307,7 +308,6 @@ class FreeExecutor(DistributedExecutor):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._times = None  # each rank paces itself
-        self._passing = False  # whether the first stage has not said that it is free
         exits: set[ReplyKey] = {(Kind.EXITS, rank) for rank in {1, *self._side_parts}}
         self._replies_of = {*exits, (Kind.ANSWERS, self._last_rank)}
         self._unanswered: deque[_Unanswered] = deque()
@@ -316,11 +316,10 @@ class FreeExecutor(DistributedExecutor):
         self._begin(batch, self._ranks)
         if batch.num_tokens:
             self._unanswered.append(_Unanswered(self._tick, set(self._replies_of)))
-            self._passing = True
 
     def ready(self) -> bool:
         keys = self._waits_for()
-        return not keys or any(self._group.has_reply(key, self._session) for key in keys)
+        return not keys or any(map(self._has, keys))
 
     def poll(self) -> Output | None:
         self._group.check()
@@ -359,8 +358,9 @@ class FreeExecutor(DistributedExecutor):
         """
         if self._has_answers():
             return set()
-        if self._passing:
-            return {(Kind.EXITS, 1)}
+        passed: ReplyKey = (Kind.EXITS, 1)  # the first stage is free again
+        if self._unanswered and passed in self._unanswered[-1].missing:
+            return {passed}
         idle = not (exits or self._entry.batch.num_tokens)
         alive = any(self._in_flight.alive(batch.tick) is not None for batch in self._unanswered)
         is_full = len(self._unanswered) >= self.in_flight
@@ -382,6 +382,4 @@ class FreeExecutor(DistributedExecutor):
                     continue
                 batch.exits_at = self._tick
                 exits += tuple(e for e in body if self._is_open(tick, e.request))
-                if key[1] == 1 and batch is self._unanswered[-1]:
-                    self._passing = False
         return exits

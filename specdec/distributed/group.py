@@ -158,10 +158,7 @@ class RankGroup:
         """Waits for the body of a reply to step ``tick``; drops earlier ones of this key."""
         waiting = False
         while True:
-            try:
-                received = self.inbox.take(key, session, _POLL_S)
-            except PeerLost as lost:
-                raise self.failed(lost) from None
+            received = self._take(key, session, _POLL_S)
             if received is None:
                 self.check_progress(timeout_s, begins=not waiting)
                 waiting = True
@@ -170,11 +167,14 @@ class RankGroup:
 
     def next_reply(self, key: ReplyKey, session: int) -> tuple[int, Any] | None:
         """Returns tick and body of a reply that has arrived, without waiting; None if none has."""
+        received = self._take(key, session, 0)
+        return None if received is None else (received.tick, received.body)
+
+    def _take(self, key: ReplyKey, session: int, timeout_s: float) -> Message | None:
         try:
-            received = self.inbox.take(key, session, 0)
+            return self.inbox.take(key, session, timeout_s)
         except PeerLost as lost:
             raise self.failed(lost) from None
-        return None if received is None else (received.tick, received.body)
 
     def wait_for_reply(self, keys: Collection[ReplyKey], session: int, timeout_s: float) -> None:
         """Waits until a reply of one of the kinds has arrived."""

@@ -66,7 +66,7 @@ class StageLinks:
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """Sends to the next stage; None stands for ``num_rows`` rows of zeros."""
+        """Sends rows to the next stage; without rows, ``num_rows`` rows of zeros."""
         assert self._sender is not None, "the last stage has no receiver"
         if rows is None:
             rows = torch.zeros(num_rows, self._width, dtype=self._dtype)

@@ -220,10 +220,8 @@ class Mailbox:
         return None
 
     def _read(self) -> None:
-        received: Message | PeerLost | None = None
-        while not (
-            isinstance(received, PeerLost) or (received is not None and received.kind is Kind.STOP)
-        ):
+        received: Message | PeerLost
+        while True:
             try:
                 received = Message.unpack(self._link.receive())
             except PeerLost as lost:
@@ -231,6 +229,8 @@ class Mailbox:
             with self._arrived:
                 self._messages.append(received)
                 self._arrived.notify()
+            if isinstance(received, PeerLost) or received.kind is Kind.STOP:
+                return
 
 
 def _log(text: str) -> None:
