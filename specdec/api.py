@@ -61,8 +61,8 @@ class Step:
     Attributes:
         tokens: at least one.
         origins: for each token the index of the source that proposed it; -1 for none.
-        text: decoded text; a character is complete with its last byte's step. Empty for pairs
-            without a tokenizer.
+        text: decoded text; a character appears in the step that decides its last byte. Empty for
+            pairs without a tokenizer.
         finish_reason: eos, stop_string or length at the last step, else None.
     """
 
@@ -177,8 +177,8 @@ class Decoder:
         Args:
             prompt: text or token ids, or a list of prompts, of which ``batch_size=`` are decoded at
                 a time.
-            prompt_id: keys random draws together with ``seed=``; in a list it is the first
-                prompt's, and the others' follow it.
+            prompt_id: id of the prompt, which keys its random draws together with ``seed=``; of a
+                list of prompts, the id of the first one, and the others have the following ids.
             chat: apply the model's chat template to the text, as the user's message.
             on_step: called with each step; returning False cancels its request.
 

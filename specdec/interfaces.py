@@ -91,7 +91,7 @@ class TokenSource(_Part, ABC):
     asynchronous: bool = False
     """Whether passes run in the background."""
     caveat: str = ""
-    """Why its rows are not representative, as a clause: untrained heads. Default: they are."""
+    """Why result rows of this source are not representative, as a clause ("untrained heads")."""
     model: str = "draft"
     """Name of the model whose weights a pass reads, for the theoretical memory traffic."""
     members: Sequence[TokenSource] = ()
@@ -151,8 +151,9 @@ class Events(ABC):
 
     @abstractmethod
     def start(self, nodes: Nodes, k: int, level: int = 0) -> Ticket:
-        """Starts a draft pass that proposes up to ``k`` children for each node, unexpanded and in
-        no other pass of that model; a source that is not asynchronous runs it now.
+        """Starts a draft pass that proposes up to ``k`` children for each node. The nodes must be
+        unexpanded and in no other pass of that model. A source that is not asynchronous runs the
+        pass before this returns.
 
         ``level`` is the model's index in a source of several (``sources.ModelChain``). Candidates
         of level 0 are stored in the trees; others come with their event.
@@ -185,8 +186,8 @@ class TreePolicy(_Part, ABC):
     """Whether the choice of a node's children depends on the candidates' probabilities. This would
     bias rejection sampling, so the two cannot be combined."""
     serial: bool = True
-    """Whether the policy feeds no nodes of a request while its answers are awaited. A policy that
-    feeds nodes at every step must set False: turns and ``hit_rate`` depend on it."""
+    """Whether nodes of a request are submitted only when all its submitted ones are answered. A
+    policy that submits nodes at every step must set False: turns and ``hit_rate`` depend on it."""
     asynchronous: bool = False
     """Whether the policy drafts in ``overlap``, while the target is busy."""
     levels_per_step: int | None = None
@@ -202,9 +203,9 @@ class TreePolicy(_Part, ABC):
     """Draft tokens per verdict if the policy drafts chains, for the speed-up law of early exits."""
 
     def max_cached_nodes(self, in_flight: int) -> int | None:
-        """Returns the largest number of one request's nodes in the target's cache, root included:
-        submitted and neither retired nor pruned, with ``in_flight`` batches. A paged cache admits
-        requests by it, and refuses None.
+        """Returns the largest number of nodes of one request in the target's cache, root included,
+        with ``in_flight`` batches: submitted nodes that are neither retired nor pruned. A paged
+        cache reserves room for them when it admits a request, and refuses None.
         """
         return None
 
@@ -212,16 +213,17 @@ class TreePolicy(_Part, ABC):
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Chooses nodes to verify now, in topological order per request; may grow the trees.
 
-        Returns no nodes of a request whose root waits for its prefill or whose answers are awaited.
+        Returns no nodes of a request whose root waits for its prefill, and a ``serial`` policy none
+        of a request whose answers are awaited.
         """
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
         """Does draft work while the target is busy. Default: none.
 
-        A policy calls ``source.expand``, which takes its time at once, or starts passes with
-        ``events.start`` and receives ``events.next``, maybe of a later step. Returns whether the
-        next step begins without waiting for the target (an executor with a latency ends each step
-        with its work).
+        A policy either calls ``source.expand``, which returns when the draft pass has ended, or
+        starts passes with ``events.start`` and receives their ends from ``events.next``, possibly
+        in a later step. Returns whether the next step begins without waiting for the target; an
+        executor with a latency waits for the step's work in any case.
         """
         return False
 
@@ -248,12 +250,12 @@ class Executor(_Part, ABC):
     """
 
     options: type[Any] | None = None
-    """Dataclass of the configuration node's keys. Default: None, for the parameters of ``plan``."""
+    """Dataclass of the configuration node's keys. Default: None (the parameters of ``plan``)."""
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
-        """Raises ``UserError`` for keys that do not fit each other, the clock or a trace, when a
-        configuration is composed.
+        """Called when a configuration is composed; raises ``UserError`` for keys that are
+        incompatible with each other, with the clock or with tracing.
         """
 
     @classmethod
@@ -300,13 +302,14 @@ class Executor(_Part, ABC):
 
     @abstractmethod
     def collect(self, *, wait: bool = True) -> Output:
-        """Ends the step; the ``commit`` that follows prunes caches and everything in flight
-        (PipeDec 3.4.3).
+        """Ends the step and returns its results; the ``commit`` that follows prunes caches and rows
+        in flight (PipeDec 3.4.3).
 
-        With a latency: waits for the step's work, and returns the answers to the batch submitted
-        ``latency`` - 1 steps ago. Without: returns the answers that have arrived, perhaps none; if
-        ``wait``, and either ``in_flight`` batches are unanswered or the step's batch was empty, it
-        waits for the first of them. A batch submitted beyond ``in_flight`` is queued.
+        An executor with a latency waits until the step's work has ended, and returns the answers to
+        the batch submitted ``latency`` - 1 steps ago. An executor without one returns the answers
+        that have arrived, possibly none; with ``wait`` it first waits for an answer if
+        ``in_flight`` batches are unanswered or the step's batch was empty. A batch submitted beyond
+        ``in_flight`` is queued.
         """
 
     def ready(self) -> bool:
@@ -399,8 +402,8 @@ class Scheduler(ABC):
 
 
 class Logger(ABC):
-    """Receives the results of runs and comparisons, besides the run folder (``logger=``), in the
-    main process after they are on disk; in a sweep, once per run.
+    """Receives the results of runs and comparisons in addition to the run folder (``logger=``). It
+    is called in the main process after the results are on disk; in a sweep, once per run.
     """
 
     def check(self) -> None:  # noqa: B027  # nothing to check is the usual case

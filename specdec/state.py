@@ -195,9 +195,9 @@ class DecodeState:
 
     Attributes:
         turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
-        first_alone: drop the tree that grew behind the last prompt token with a request's first
-            answer, which then passes through the stages alone.
-        warm_up: whether this is the run before the measured ones, which no figure counts.
+        first_alone: when a request's first answer arrives, drop the tree below the last prompt
+            token, so that the first emitted token passes through the stages alone.
+        warm_up: whether this is the warm-up run, which is excluded from all metrics.
     """
 
     def __init__(

@@ -68,8 +68,8 @@ class Candidates:
         tokens: int64[W, K], most probable first, or in sampling order if they were sampled.
         logprobs: float64[W, K], log draft probability given the node (<= 0).
         counts: int64[W], valid entries per row; 0 if the source has no proposal (yet).
-        probs: float64[W, V], of which the candidates were sampled; None unless the verifier needs
-            it.
+        probs: float64[W, V], the distributions from which the candidates were sampled; None unless
+            the verifier needs them.
         origins: int64[W, K], index of the proposing source (0 is the main one); None if all are 0.
     """
 
@@ -160,7 +160,7 @@ class Needs:
 
     Attributes:
         target_probs: the target's full distribution after sampling transforms, per answered node.
-        draft_probs: the draft's full distribution per expanded node, of which candidates are
+        draft_probs: the draft's full distribution per expanded node, from which candidates are
             sampled.
         target_draws: the random draws with which the target selects its tokens (``match`` only).
         hidden: hidden states of all rows, including prompt positions, with the row's answer.
@@ -308,8 +308,8 @@ class Batch:
     """Rows submitted to the target in one step; an empty batch only advances the step.
 
     A request's prefill chunk comes before its first root. ``num_tokens`` counts tree nodes and
-    prefill tokens. ``warm_up``: it belongs to the run before the measured ones, which no figure
-    counts.
+    prefill tokens. ``warm_up``: the batch belongs to the warm-up run, which is excluded from all
+    metrics.
     """
 
     step: int
@@ -332,7 +332,7 @@ class Ticket:
     """A draft pass in flight, which expands ``nodes``.
 
     Attributes:
-        due_s: when, on the run's clock, the pass ends; None if only polling tells.
+        due_s: time on the run's clock at which the pass ends; None if it is not known in advance.
         level: index of the model that runs the pass (0 is the draft); see ``Events.start``.
         candidates: the result, if the pass was computed when it started.
     """
@@ -400,8 +400,8 @@ class Exits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHidden:
-    """Hidden states, name -> [T, E], of a prefill chunk from position ``start`` on, as the target
-    has them.
+    """Hidden states, name -> [T, E], of a prefill chunk from position ``start`` on, in the target's
+    dtype.
     """
 
     request: int
@@ -519,8 +519,8 @@ class Commit:
 class NodeMap(Generic[Value]):
     """Stores a value per live node of open requests, by node id.
 
-    A commit removes those of retired and pruned nodes; repeating it spares nodes created in
-    between.
+    A commit removes the values of retired and pruned nodes. Applying it again does not remove
+    values of nodes that were created in between.
     """
 
     def __init__(self) -> None:

@@ -201,7 +201,9 @@ class ScratchRequest(RequestState):
         return self._real.prefix_len
 
     def scratch_ids(self, real_ids: IntArray) -> IntArray:
-        """Returns int64[W]: scratch ids of real nodes, which are created if missing."""
+        """Returns int64[W]: for each node of the real tree, the id of its counterpart in the
+        scratch tree; missing counterparts are created.
+        """
         return np.array([self._scratch_id(real_id) for real_id in real_ids.tolist()], np.int64)
 
     def child(self, slot: int, token: int) -> int:

@@ -135,9 +135,10 @@ class Subject:
     def composed(
         self, kind: str = "mixed", *, pair: ModelPair | None = None, **changes: Any
     ) -> Iterator[Parts]:
-        """Builds the strategy on a pair of a kind (see ``model``), and shuts it down afterwards.
+        """Context manager that builds the strategy on the random pair of this ``kind`` (see
+        ``model``), or on ``pair``, and shuts the executor down on exit.
 
-        ``changes`` are sections that replace those of the configuration.
+        ``changes`` maps names of configuration sections to the sections that replace them.
         """
         if pair is None:
             pair = build_pair(changes["model"]) if "model" in changes else self.pair(kind)

@@ -16,8 +16,8 @@ from specdec.clocks.profile import LatencyProfile, Prices, Work
 
 
 class MeasuredClock(WallClock):
-    """The wall clock of one process; it times one rank, and ranks wait for each other's messages
-    instead.
+    """The wall clock of one process. It times its own rank only; ranks synchronise by waiting for
+    messages.
     """
 
     kind = ClockKind.MEASURED
@@ -181,8 +181,9 @@ class PacedClock(MeasuredClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """Makes the next work of ``rank`` start no earlier than the planned time of ``to``; this
-        rank's is the present, or the earliest start of its next work if later.
+        """Makes the next work of ``rank`` start no earlier than the planned time of ``to``. The
+        planned time of this process's own rank is the present or, if later, the earliest start of
+        its next work.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])

@@ -25,7 +25,7 @@ class BrokenPart(UserError):
 
 
 def is_outside(node: object) -> bool:
-    """Whether a class that a configuration's node names, or one nested in it, is not of here."""
+    """Returns whether ``node``, or a node nested in it, names a class outside this library."""
     named = [str(each["_target_"]) for each in nodes_of(node) if "_target_" in each]
     return not all(name.startswith(("specdec.", "strategies.")) for name in named)
 

@@ -317,12 +317,12 @@ class Workbench:
         executor.
 
         Policies:
-            latency: steps from submission to answer; None where answers come when they come.
+            latency: steps from submission to answer; None if answers arrive at any time.
             in_flight: number of batches that the target works on at the same time.
             profile: of the clock; None for the wall clock.
         Sources and executors:
             pair: the models.
-            clock, meter: work is charged to the one, the other counts model passes.
+            clock, meter: the clock is charged for work, the meter times model calls.
             draws: ``KeyedDraws`` of the run's seed.
         Sources:
             runner: name of a model (draft, middle) -> its ``ModelRunner``.
@@ -330,7 +330,8 @@ class Workbench:
             sample: whether candidates are sampled, for verifiers that need their distribution.
             make_first_stage: builds the target's first layers with exit heads (``FirstStage``),
                 given the number of layers before each exit; None where the executor returns exits.
-            free_rank: a clock rank that no device of the executor has; another one each time.
+            free_rank: a clock rank that no device of the executor uses; each call returns another
+                one.
         Executors:
             blocks: number of blocks of each stage's paged cache (None: not paged), and tokens per
                 block.

@@ -31,8 +31,8 @@ def use_group(group: RankGroup | None) -> None:
 
 
 def prepare_ranks() -> None:
-    """Starts the process that forks ranks; before models are loaded and threads started it can be a
-    fork of this process itself, which saves its imports.
+    """Starts the fork server, which starts the ranks. If called before any thread is started, the
+    fork server is a fork of this process, which saves the time to import everything again.
     """
     if _external is None:
         start_fork_server()

@@ -160,9 +160,9 @@ class ModelPair:
 
 
 def deliverable(needs: Needs, num_layers: int, *, exits: bool = False) -> Needs:
-    """Returns ``needs`` without hidden states that the target's stages cannot deliver: they have
-    the residual stream of their layers, and of the last layer the normed state; with exit heads
-    none.
+    """Returns ``needs`` without the hidden states that the target's stages cannot deliver. Stages
+    deliver the residual stream after each layer and, for the last layer, also the normed state;
+    stages with exit heads deliver none.
     """
 
     def given(names: Sequence[HiddenName]) -> tuple[HiddenName, ...]:

@@ -358,7 +358,7 @@ class FreeCharges(StepCharges):
             self._clock.wait_until(self._sent_s[self._ranks[-1]])
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Charges pruning, and takes back passes that nothing was left to begin for."""
+        """Charges pruning, and takes back charges of passes not begun that have lost all rows."""
         clock, now = self._clock, self._clock.now() * (1 - 1e-12)  # sums of equal terms are equal
         for rank, passes in zip(self._ranks, self._passes, strict=True):
             while passes and passes[-1].start_s >= now and not self._alive(passes[-1].tick):

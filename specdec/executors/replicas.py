@@ -183,8 +183,9 @@ class ReplicasExecutor(Executor):
             copy.close(request_id)
 
     def shutdown(self) -> None:
-        """Frees the copies' models, and releases their processes, after passes whose answers are no
-        longer needed: they can serve the next run; after an error, busy ones are ended.
+        """Frees the copies' models and releases their processes for the next run. Passes still
+        running are first finished and their answers dropped; after an error, busy processes are
+        ended.
         """
         for copy in self._copies:
             if copy.is_busy and not self._requests:

@@ -154,7 +154,9 @@ def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[
 def speed_ratio_interval(
     results: Sequence[RequestResult], ar_results: Sequence[RequestResult], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Returns the interval of the ratio of decode speeds over prompts, with repeats pooled."""
+    """Returns the 95 % bootstrap interval, over prompts, of the ratio of decode speeds to ``ar``;
+    the repeats of a prompt are pooled. None for fewer than two prompts or without times.
+    """
     ours, plain = (
         decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
         for of in (results, ar_results)

@@ -197,7 +197,9 @@ class BlockHead(nn.Module):
         return rows[:, :, config.block_size - config.num_drafts :]
 
     def logits(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Maps rows [.., E] and the tokens before the predicted ones, int64[..], to [.., U]."""
+        """Returns draft logits [.., U] for rows [.., E]. ``before``, int64[..], has the token
+        before each predicted one; only a drafter with ``markov_rank`` > 0 (DSpark) reads it.
+        """
         own = self.config.draft_vocab_size < self.embedding.shape[0]
         logits: Tensor = self.lm_head(rows) if own else self._target[1](rows)
         if self.config.markov_rank:

@@ -142,8 +142,8 @@ def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
 
 
 def weight_bytes(model: ModelInfo | str | Path, dtype: str, bits: int | None = None) -> int:
-    """Returns the bytes of a model's weights in memory (tied ones once), without loading them;
-    ``bits`` of a weight in sessions of ONNX Runtime, None for the ``dtype``.
+    """Returns the bytes that a model's weights take in memory, without loading them; tied weights
+    count once. ``bits`` is the quantisation of the linear layers in ONNX Runtime; None: ``dtype``.
     """
     info = inspect_model(model)
     return num_bytes(_empty(info, _config(info), torch_dtype(dtype)), bits)

@@ -305,9 +305,9 @@ class HuggingFacePair(ModelPair):
     def fitted(
         self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]
     ) -> tuple[H, bool]:
-        """Returns a drafter without files, ``make()``, and whether it has been trained.
+        """Returns a drafter that has no files, ``make()``, and whether it has been trained.
 
-        Pairs of random models pass it and their target to ``fit``.
+        Pairs of random models override this to train it on their target by ``fit``.
         """
         return make(), False
 

@@ -49,8 +49,8 @@ class ModelOptions:
         device: a torch device; auto: the GPU if there is one.
         attention: a value of ``specdec.attention.backends.Attention``, or auto.
         graphs, kernels: see ``specdec.models.execution.Execution``.
-        quantization: of the weights in sessions of ONNX Runtime, for all models; with ``draft_``
-            before it for all but the target.
+        quantization: quantisation of the weights in ONNX Runtime, for all models; values that begin
+            with ``draft_`` leave the target as it is.
         head_bits: of a weight in the matrices of an EAGLE head in ONNX Runtime; None: float32.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
             each.

@@ -88,9 +88,10 @@ def record_request(
 ) -> RecordedRequest:
     """Ranks the target's tokens in the draft's distribution, at every position of a request.
 
-    The draft reads the target's committed tokens (``prompt`` int64[T >= 1], ``output`` int64[L >=
-    1]), and candidates are scored by the transform of sources, so an entry equals the result of
-    ``expand`` for the node on the target's path. The runner's meter is not the run's.
+    The draft model reads ``prompt``, int64[T >= 1], and the target's ``output``, int64[L >= 1], and
+    its logits pass through the sampling transform of token sources. So each entry equals what
+    ``expand`` returned for the node on the target's path. Give ``runner`` a meter of its own, so
+    that these passes are not counted in the run.
     """
     transform = SamplingTransform(sampling)
     tokens = np.concatenate([prompt, output])

@@ -377,11 +377,12 @@ class PlanVerdict:
 
 
 def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
-    """Compares a run of the first choice with ``Plan.expected``.
+    """Compares a real run of the plan's first choice with the predictions, ``Plan.expected``.
 
-    The intervals are those of as many prompts as the run has, drawn anew, with the law's own
-    uncertainty, and for times also the error of the machine's. A warning blames the law or record
-    if acceptance is outside, and the profile if the time per answer is.
+    The interval of a prediction comes from resampling as many prompts as the run has, fewer if the
+    acceptance model was fitted to few requests; intervals of times also include the machine's
+    error. A warning names the acceptance model if the acceptance length or the hit rate is outside
+    its interval, and the latency profile if the time per answer is.
     """
     units = [Unit(**values) for values in expected["units"]]
     num = effective(effective(len(units), expected["requests"]), len(run))

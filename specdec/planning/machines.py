@@ -197,8 +197,9 @@ def pass_ms(
     eager: bool = False,
     constants: Constants = CONSTANTS,
 ) -> float:
-    """Returns the milliseconds of a pass by the module's formula, where ``degree`` is d, with one
-    device's limits by its data sheet; ``num_bytes`` includes keys and values.
+    """Returns the milliseconds of a pass by the formula in the module docstring. ``degree`` is its
+    d, ``num_bytes`` its B; ``bytes_per_s`` and ``flops_per_s`` are the bandwidth and peak of one
+    device in its data sheet.
     """
     reading = num_bytes / (degree * constants.memory_share * bytes_per_s)
     computing = 2.0 * parameters * rows / (degree * constants.flop_share * flops_per_s)

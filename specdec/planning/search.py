@@ -94,7 +94,7 @@ class Search:
         return [*left, plain]
 
     def so_far(self) -> str:
-        """Says what the first round has found, for a search that is interrupted."""
+        """Returns a line with the speed-ups found so far, for a search that is interrupted."""
         best = {name: _best_s(of) for name, of in self._tried.items()}
         ranked = sorted(best, key=lambda name: best[name])
         gains = (f"{name} {best[PLAIN] / best[name]:.2f}x" for name in ranked if PLAIN in best)

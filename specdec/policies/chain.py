@@ -45,8 +45,9 @@ def grow_chains(
     lengths: Sequence[tuple[RequestState, int]],
     children: int = 1,
 ) -> None:
-    """Grows a chain of first candidates (of ``children`` requested) below each root, with one
-    source call per token, of these ``lengths`` (request, tokens) or shorter near the request's end.
+    """Grows a chain of first candidates below each root, with one source call per token that
+    requests ``children`` candidates. ``lengths`` has (request, number of tokens); a chain ends at
+    ``last_position``.
     """
     growing = []
     for request, gamma in lengths:

@@ -1,4 +1,4 @@
-"""Trees that are as large as pays, by what rows and draft passes cost and have gained so far."""
+"""A policy that sizes trees by the measured costs and gains of rows and draft passes."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -48,24 +48,25 @@ class _Record:
 
 
 class CostSized(BestFirst):
-    """The most probable subgraph, each round as deep and as large as pays; perhaps the root alone.
+    """Submits the most probable subgraph, possibly the root alone, sized in each round by its cost.
 
     The rate of tokens per second is greatest if a tree has exactly what gains more tokens than the
     rate times what it costs (Dinkelbach's rule for ratios). A node of probability p gains p, and
     costs the slope of the target's pass over its rows. The k-th expansion gains a token where k or
     more drafted tokens are accepted, so in proportion to the total probability of its leaves; it
-    costs a pass of the source and the rows that expansions have added. Both gains are multiplied by
-    the accepted tokens per expected one so far, of the request and, as four rounds, of all
-    requests, to which a round of 1 is added: probabilities of a draft are not the target's.
+    costs a pass of the source and the rows that expansions have added. The draft's probabilities
+    are not the target's, so both gains are multiplied by the ratio of accepted to expected tokens
+    so far: that of the request, with the ratio of all requests as a prior of weight 4 (whose own
+    prior is 1, of weight 1).
 
-    Times are those of the run's clock, of rounds that have ended. Drafting is timed in rounds that
-    follow a drafted one, since after others the source catches up. The first rounds have given
-    sizes, which shows what rows cost (in a measured run they are in the warm-up). A request that
-    has not drafted for 32 rounds drafts in two. The rule is meant for one request at a time:
-    requests in one pass share its time.
+    Times are those of the run's clock, of rounds that have ended. Drafting is timed only in rounds
+    that follow a round with drafting, since otherwise the source first has to catch up. The first
+    four rounds have fixed sizes, from which the cost of a row is estimated (in a measured run they
+    are in the warm-up). After 32 rounds without drafting, a request drafts in the next two. The
+    rule is meant for one request at a time: requests in one pass share its time.
 
     Args:
-        bs, w, d, children: as of ``BestFirst``; the largest tree.
+        bs, w, d, children: as in ``BestFirst``; they limit the size of the tree.
     """
 
     @validated

@@ -30,14 +30,14 @@ class FadingMean:
         return self.total / self.weight if self.weight else 0.0
 
     def with_prior(self, prior: float, weight: float) -> float:
-        """Returns the mean together with ``prior``, to which it returns when nothing is added."""
+        """Returns the mean combined with a ``prior`` that has the given ``weight``."""
         return (self.total + weight * prior) / (self.weight + weight)
 
 
 @dataclass(slots=True)
 class FadingLine:
-    """A least-squares line of times over numbers of rows, in which older ones count less, and each
-    counts as at most three times the expected one.
+    """A least-squares line of times over numbers of rows. Older points have exponentially less
+    weight, and a time counts as at most three times the line's prediction.
     """
 
     fade: float

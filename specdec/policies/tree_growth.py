@@ -87,8 +87,8 @@ def expand_beams(
     width: int,
     k: int,
 ) -> None:
-    """Expands the ``width`` best nodes of each level for (request, first level, level after the
-    last one), one level of all requests per growth round.
+    """Expands the ``width`` best nodes of each level in ``spans``, triples (request, first level,
+    level after the last), with one growth round per level for all requests.
     """
     for step in range(max((stop - first for _, first, stop in spans), default=0)):
         growing = [(r, first + step) for r, first, stop in spans if first + step < stop]
@@ -139,8 +139,8 @@ def most_probable(
     a child's score is at most its parent's. Ties go to nodes before candidates, then in slot order.
 
     ``node_scores`` float64[N]; ``parent_scores`` float64[N], added to the log-probabilities of each
-    node's candidates (-inf excludes); ``min_score`` of a selected node (the root has 0). Returns
-    int64[<= num]: slots, in slot order.
+    node's candidates (-inf excludes); selected nodes score at least ``min_score`` (the root's score
+    is 0). Returns int64[<= num]: slots, in slot order.
     """
     num_nodes = len(tree)
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
@@ -278,8 +278,9 @@ class FixedWidth(TreePolicy):
         return unsubmitted(requests)
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Expands the newest level, and grows the additional levels of a multi-level step; a root
-        is expanded during its prefill, so that both models' run in parallel (PipeDec 3.4).
+        """Expands the newest level and, with ``levels_per_step`` > 1, grows the further levels of
+        the step. A root is expanded during its request's prefill, so that the prefills of draft and
+        target run in parallel (PipeDec 3.4).
         """
         if source.needs.exits:
             return False  # no node has passed the exit since ``select``

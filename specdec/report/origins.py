@@ -55,7 +55,9 @@ def write_token_ends(
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
-    """Splits the output by source; without ``ends`` (no tokenizer) tokens are ``#<id>``."""
+    """Splits the output text into runs of tokens that the same source proposed. ``ends`` has the
+    end of each token's text (``token_ends``); without it, each token is printed as ``#<id>``.
+    """
     if ends is None or len(ends) != len(result.output):
         texts = [f"#{token} " for token in result.output]
     else:

@@ -380,7 +380,9 @@ def check_finite(best: Iterable[float]) -> None:
 
 
 def on_accelerator(tensor: Tensor) -> bool:
-    """Whether entries are selected on the tensor's device, before the copy to the host."""
+    """Returns whether the largest logits are selected on the tensor's device; otherwise (cpu, mps)
+    all logits are copied to the host first.
+    """
     return tensor.device.type not in ("cpu", "mps")
 
 

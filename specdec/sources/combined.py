@@ -8,7 +8,7 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 
 
 class WrappedSource(TokenSource):
-    """Base of a source around another one, whose properties and requests it has."""
+    """Base of a source that wraps another one and forwards requests, commits and counters to it."""
 
     def __init__(self, source: TokenSource) -> None:
         self._source = source

@@ -30,7 +30,8 @@ class MixtureSource(CombinedSource):
             every source returns its distribution.
 
     Attributes:
-        members: the single sources, for policies that choose one; their candidates have its origin.
+        members: the single sources, for policies that choose one; each sets the origin of its
+            candidates to its index.
     """
 
     @validated
