@@ -326,10 +326,12 @@ def slice_model(
     Its hooks store the outputs of the captured layers, before any norm, in the pass's plan, from
     which a slice that is not the first gets its input.
     """
-    own = shared_copy(model).eval()
+    name = layers_name(model)
+    layers: Any = model.get_submodule(name)
+    own = shared_copy(model, without=[*layers[:first_layer], *layers[last_layer:]])
     own.set_attn_implementation(IMPLEMENTATION)
-    name = layers_name(own)
     layers = keep_layers(own, first_layer, last_layer)
+    own.eval()
     if first_layer:
         for path, module in list(own.base_model.named_modules()):
             if isinstance(module, nn.Embedding) and not path.startswith(name):

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -22,8 +22,10 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names since and before transformers 5.24; outputs have an attribute of the same name."""
 
 
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+def shared_copy(model: PreTrainedModel, without: Iterable[nn.Module] = ()) -> PreTrainedModel:
+    """Returns a copy of the module tree that shares all tensors, and the modules ``without``."""
+    shared = chain(model.parameters(), model.buffers(), without)
+    return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 def layers_name(model: PreTrainedModel) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from itertools import product
 from typing import Any
 
 from specdec.errors import UserError
@@ -95,9 +94,9 @@ def runs(cell: Cell) -> bool:
 def decoded_cells() -> frozenset[Cell]:
     """The fast cells, and a sample of the combinations that run, with one sampling each.
 
-    In the lossless ones every source, policy and executor meets each two others under every
-    verifier under which they meet at all; in the lossy ones, whose output proves little, every
-    source and every policy meets every verifier and every executor.
+    In the lossless ones every source meets every policy, and each of them every executor under
+    every verifier, where they meet at all. Of the lossy ones, whose output proves little, there are
+    enough for every source, every policy, and every verifier on every executor.
     """
     chosen = [cell for cell in fast_cells() if runs(cell)]
     for lossy, meetings in ((False, _met_by_lossless), (True, _met_by_lossy)):
@@ -109,16 +108,11 @@ def decoded_cells() -> frozenset[Cell]:
 
 def _met_by_lossless(cell: Cell) -> set[Any]:
     rule = cell.verifier, cell.executor
-    return {
-        (cell.source, cell.policy, cell.verifier),
-        (cell.source, *rule),
-        (*rule, cell.policy),
-    }
+    return {(cell.source, cell.policy), (cell.source, *rule), (*rule, cell.policy)}
 
 
 def _met_by_lossy(cell: Cell) -> set[Any]:
-    rule = cell.verifier, cell.executor
-    return {*product(["source"], [cell.source], rule), *product(["policy"], [cell.policy], rule)}
+    return {("source", cell.source), ("policy", cell.policy), (cell.verifier, cell.executor)}
 
 
 def decide(cell: Cell) -> Outcome:

@@ -1,4 +1,4 @@
-"""Records exit status and first line of commands: documented ones, and hostile input.
+"""Records exit status and first line of commands: hostile input, and ``--help`` and the like.
 
     python -m tests.matrix.record_commands                  (all cases)
     python -m tests.matrix.record_commands targets values   (these groups; the others stay)
@@ -6,14 +6,14 @@
 runs cases of ``recorded_commands.json`` again and writes what the present code answers;
 ``test_recorded_commands.py`` compares. A new case is an entry with ``argv`` and, where the command
 reads files, ``files``; recording adds the rest. Say in the commit why an answer changes.
-The pages' commands need SPECDEC_DATA.
+The commands of the pages are composed and run by ``tests/docs``.
 
 A case runs in this process, in an empty folder. Its keys:
 
 - ``argv``: the words after ``specdec``. ``files``: path -> content; a path that ends in "/" is an
   empty folder, "@3" is number 3 of the file's ``contents``. Words and contents that begin with
   "bz2:" are compressed, in base 85.
-- ``env``: environment variables. ``pages``: the folder also has what the pages of docs/ use.
+- ``env``: environment variables.
 - ``code``: the exit status. ``line``: of refused input the message, of anything else the first note
   or line of output. ``began``: true where a run was refused after its folder was made. ``config``:
   hash of the composed configuration that is printed.
@@ -37,14 +37,13 @@ from typing import Any
 from unittest import mock
 
 from specdec.cli.main import main as specdec
-from tests.docs.blocks import ROOT, STANDS_FOR, blocks, commands, pages, write_files_of_pages
+from tests.docs.blocks import ROOT
 
 FILE = Path(__file__).with_name("recorded_commands.json")
 COMMAND = "python -m tests.matrix.record_commands"
-_COMPOSED = ("run", "verify", "compare", "profile", "train")
+_UNSTABLE = re.compile(r"^\s*(_target_|hash|git_sha):.*\n", re.M)  # of a printed configuration
 LONGEST = 300  # characters of a line
 _OF_MACHINE = re.compile(r"\([^()]*\b(CUDA|cuda)\b[^()]*\)")  # why there is no such device
-_UNSTABLE = re.compile(r"^\s*(_target_|hash|git_sha):.*\n", re.M)  # of a printed configuration
 
 Case = dict[str, Any]
 
@@ -82,23 +81,6 @@ def write(groups: Mapping[str, list[Case]]) -> None:
     FILE.write_text(text, encoding="utf-8")
 
 
-def documented() -> list[Case]:
-    """Commands that README and the pages of docs/ show, composed instead of run where they can be.
-
-    Of the other commands ``list`` is run; ``help`` has what more can be said of them offline.
-    """
-    found = []
-    for block in (block for page in pages() for block in blocks(page)):
-        for program, *words in (command.words for command in commands(block)):
-            if program != "specdec" or words[0] not in (*_COMPOSED, "list"):
-                continue
-            words = words[: words.index(">")] if ">" in words else words
-            if words[0] != "list" and "--cfg" not in words:
-                words.insert(1, "--cfg") if words[0] != "train" else words.append("--cfg")
-            found.append({"argv": [STANDS_FOR.get(word, word) for word in words], "pages": True})
-    return [case for number, case in enumerate(found) if case not in found[:number]]
-
-
 def answer(case: Case) -> Case:
     """Runs a case; returns its ``code``, ``line`` and, if it has one, ``config``."""
     with tempfile.TemporaryDirectory() as name, _standing_in(Path(name), case):
@@ -130,8 +112,6 @@ def answer(case: Case) -> Case:
 @contextmanager
 def _standing_in(folder: Path, case: Case) -> Iterator[None]:
     """The folder with the files of a case as the working directory."""
-    if case.get("pages"):
-        write_files_of_pages(folder)
     for path, content in case.get("files", {}).items():
         target = folder / path
         (target if path.endswith("/") else target.parent).mkdir(parents=True, exist_ok=True)
@@ -167,10 +147,8 @@ def differences(case: Case, now: Case) -> list[str]:
 
 
 def main(chosen: Sequence[str]) -> None:
-    """Records the cases of these groups, or of all; of the pages also new commands."""
+    """Records the cases of these groups, or of all."""
     groups = read()
-    recorded = {repr(case["argv"]): case for case in groups["documented"]}
-    groups["documented"] = [recorded.get(repr(case["argv"]), case) for case in documented()]
     for group, cases in groups.items():
         for case in cases:
             if group not in chosen and chosen and "code" in case:
