@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,13 +21,15 @@ def test_a_run_without_steps_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_an_untraced_run_names_the_command_that_traces_it(tmp_path: Path) -> None:
+def test_an_untraced_run_names_the_command_that_traces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own folder holds another configuration, so the command names a new one."""
     plain = tmp_path / "plain run"
     words = ["strategy=specpipe", "model=synthetic", "clock=simulated", "data.limit=1"]
     words += ["executor.stages=2", "max_new_tokens=8", f"output_dir={plain}"]
-    command = [sys.executable, "-m", "specdec.cli.main", "run", *words]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    monkeypatch.setattr(sys, "argv", ["specdec", "run", *words])
+    assert main(["run", *words]) == 0
     with pytest.raises(UserError) as refused:
         draw(plain)
     told = str(refused.value)

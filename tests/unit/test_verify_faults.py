@@ -157,8 +157,13 @@ def test_a_breakdown_names_request_and_step(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_configured_law_shows_what_small_models_do_not(
     verifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of the configured vocabulary alone, which no small model and no table has."""
-    cfg = config("strategy=speculative", f"verifier={verifier}", "model.vocab_size=777")
+    """A fault of the configured vocabulary alone, which no small model and no table has.
+
+    With rejection its e-value is 6e16, where 4e7 are needed (36 tests, false-alarm rate 1e-6); with
+    ``model.hidden_size=32`` it is only 2e5, since the target's law is flatter.
+    """
+    small = ("model.num_layers=2", "model.draft_layers=1", "policy.gamma=2")
+    cfg = config("strategy=speculative", f"verifier={verifier}", "model.vocab_size=777", *small)
     (honest,) = certify(cfg, checks=["configured_law"]).checks
     assert honest.passed, honest
     original = transform._weights
