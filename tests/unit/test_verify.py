@@ -50,6 +50,8 @@ PARAMS = {
     "greedy": SamplingParams(),
 }
 
+SMALL_MODEL = ("model.hidden_size=32", "model.num_layers=2", "model.vocab_size=32")
+
 
 def config(*overrides: str) -> dict:
     return run_job_of(["model=random", *overrides]).config
@@ -180,8 +182,9 @@ def test_a_report_says_what_may_be_said() -> None:
 
 @pytest.mark.slow
 def test_the_command_certifies_and_stores(tmp_path: Path, capsys) -> None:
+    """All checks, of plain decoding; ``record_results.py`` certifies a strategy with drafts."""
     folder = tmp_path / "out"
-    words = ["verify", "strategy=speculative", "model=random", f"output_dir={folder}"]
+    words = ["verify", "strategy=ar", "model=random", *SMALL_MODEL, f"output_dir={folder}"]
     assert main(words) == 0
     stored = json.loads((folder / "verify.json").read_text("utf-8"))
     assert stored["lossless"] is True
@@ -214,7 +217,7 @@ def test_several_presets_are_certified_and_only_failures_again(
 
 
 def test_a_lossy_verifier_is_said_to_be() -> None:
-    words = config("strategy=best_first", "verifier=typical")
+    words = config("strategy=speculative", "policy.gamma=2", "verifier=typical")
     report = certify(words, checks=["distribution"])
     assert not report.lossless
     assert "total variation" in report.checks[0].detail

@@ -51,7 +51,7 @@ def test_draws_that_forget_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch)
         return honest(self, 0, positions, purpose, index)
 
     monkeypatch.setattr(KeyedDraws, "uniform", shared)
-    report = certify(config("strategy=speculative"), checks=["sampled_parity"])
+    report = certify(config("strategy=prompt_lookup"), checks=["sampled_parity"])
     detail = failed(report, "sampled_parity")
     assert re.search(
         r"output token \d+ is \d+ from (source 0|the target) instead of \d+, CDF edge \d\.\de-\d",
@@ -91,7 +91,7 @@ def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if reason == "eos" and len(output) % 2 else reason
 
     monkeypatch.setattr(StopRules, "reason", deaf)
-    report = certify(config("strategy=speculative"), checks=["stop_rules"])
+    report = certify(config("strategy=prompt_lookup"), checks=["stop_rules"])
     assert "EOS" in failed(report, "stop_rules")
 
 
