@@ -8,13 +8,14 @@ plan, and is compared exactly with the simulator's time.
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,15 @@ from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import use_group
 from specdec.distributed.stage_worker import FreeStageSession, StageSession
 from specdec.executors.stage import Stage
-from specdec.pairs import build_pair
+from specdec.pairs import ModelPair, build_pair
 
 PATIENCE_S = 120.0
+
+
+@cache
+def _pair(model: str) -> ModelPair:
+    """Models of a configuration, which the sessions of all tests share."""
+    return build_pair(json.loads(model))
 
 
 class _Group:
@@ -62,7 +69,7 @@ class _Group:
 
     def open_session(self, plan: SessionPlan) -> int:
         session = next(self._numbers)
-        pair = build_pair(plan.model)
+        pair = _pair(json.dumps(plan.model))
         ranks = range(1, len(plan.ranks) + 1)
         queues = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in ranks:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # starting takes long on a loaded machine; no tested property is this slow
@@ -35,33 +37,82 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _handle_interrupts() -> None:
-    """Resets SIGINT, which commands started in the background of a shell inherit as ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def module(*words: str, stderr: int = subprocess.STDOUT, **more: str) -> subprocess.Popen[str]:
-    """Starts ``python -m`` in its own process group.
+def module(*words: str, **more: str) -> subprocess.Popen[str]:
+    """Starts ``python -m`` in its own process group, with one pipe for both outputs.
 
     Args:
         words: module and arguments.
-        stderr: STDOUT merges it into the pipe ``stdout``; PIPE keeps only stderr.
         more: environment variables.
     """
     return subprocess.Popen(
         [sys.executable, "-m", *words],
         cwd=ROOT,
         env={**environment(), **more},
-        stdout=subprocess.PIPE if stderr == subprocess.STDOUT else subprocess.DEVNULL,
-        stderr=stderr,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=_handle_interrupts,
     )
 
 
+class Command:
+    """``specdec`` as a process in its own session, for tests that send signals to it.
+
+    A server forks it that has imported the library: a fresh interpreter needs 12 s of CPU time for
+    that. Functions that are registered with ``atexit`` are not called; ``tests/docs`` runs commands
+    in fresh interpreters.
+
+    Args:
+        words: command and arguments.
+        log: file for its standard error.
+        folders: further ones of ``PYTHONPATH``.
+    """
+
+    def __init__(self, *words: str, log: Path, folders: Sequence[Path] = ()) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
+        self._log = log
+        self._process = context.Process(
+            target=_run_command, args=(words, log, [str(folder) for folder in folders])
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status (negative: signal), None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def message(self) -> str:
+        """What it has printed to standard error."""
+        return self._log.read_text(encoding="utf-8")
+
+    def wait(self, seconds: float) -> None:
+        self._process.join(seconds)
+        assert self.status is not None, f"not over within {seconds:g} s: {self.message}"
+
+
+_IMPORTED = ["specdec.cli.main", "specdec.runs.jobs", "matplotlib.figure"]
+
+
+def _run_command(words: Sequence[str], log: Path, folders: list[str]) -> NoReturn:
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.update(environment(), PYTHONPATH=os.pathsep.join([str(ROOT), *folders]))
+    sys.path[:0] = folders
+    for target, file in ((1, Path(os.devnull)), (2, log)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    from specdec.cli.main import main
+
+    sys.exit(main(words))
+
+
 @contextmanager
-def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, *overrides: str) -> Iterator[Command]:
     """Starts ``specdec run``; kills it and all its ranks afterwards.
 
     Args:
@@ -71,17 +122,15 @@ def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     left_out = {word[1:] for word in overrides if word.startswith("~")}
     base = [word for word in OVERRIDES if word.partition("=")[0] not in left_out]
     more = [word for word in overrides if not word.startswith("~")]
-    words = ("specdec.cli.main", "run", *base, *more, f"output_dir={folder}")
-    process = module(*words, stderr=subprocess.PIPE)
+    words = ("run", *base, *more, f"output_dir={folder}")
+    command = Command(*words, log=folder.parent / f"{folder.name}.err")
     try:
-        yield process
+        yield command
     finally:
-        for pid in [*ranks_of(process.pid), process.pid]:
+        for pid in [*ranks_of(command.pid), command.pid]:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+        command.wait(60.0)
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:

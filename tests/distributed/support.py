@@ -19,7 +19,7 @@ from specdec.runs.runners import PartsRunner, TokenPrompt
 from specdec.state import StopRules
 
 STRATEGIES = ("ar", "specinfer", "pipedec", "specpipe", "best_first")
-MAX_NEW_TOKENS = 10
+MAX_NEW_TOKENS = 7
 PROMPTS = (
     TokenPrompt(7, np.array([3], np.int64)),  # no prefill
     TokenPrompt(2, np.array([5, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.int64)),  # three prefill chunks

@@ -39,20 +39,28 @@ COMPOSITIONS: list[tuple[str, int, str, dict[str, Any]]] = [
     # In turns specinfer drafts for the requests that wait while the target is busy.
     *(
         (strategy, stages, "t08", {**BATCH, "serving__feeding": feeding})
-        for stages in (2, 8)
-        for strategy, feeding in (
-            ("ar", "micro_batches"),
-            ("ar", "dynamic"),
-            ("specinfer", "dynamic"),
-            ("specpipe", "iteration"),
-            ("specpipe", "dynamic"),
+        for strategy, stages, feeding in (
+            ("ar", 2, "micro_batches"),
+            ("ar", 8, "micro_batches"),
+            ("ar", 2, "dynamic"),
+            ("specinfer", 2, "dynamic"),
+            ("specinfer", 8, "dynamic"),
+            ("specpipe", 2, "iteration"),
+            ("specpipe", 8, "iteration"),
+            ("specpipe", 2, "dynamic"),
         )
     ),
     # PipeDec's groups of devices.
     *(
         (strategy, len(groups), "t06", {"executor__groups": groups})
-        for strategy in ("ar", "pipedec")
-        for groups in ([1, 2], [2, 1], [2, 2, 2], [3, 1, 2, 1])
+        for strategy, groups in (
+            ("ar", [1, 2]),
+            ("ar", [3, 1, 2, 1]),
+            ("pipedec", [1, 2]),
+            ("pipedec", [2, 1]),
+            ("pipedec", [2, 2, 2]),
+            ("pipedec", [3, 1, 2, 1]),
+        )
     ),
     ("specpipe", 2, "t06", {"executor__groups": [2, 1], "executor__split": "balanced"}),
     ("specpipe", 3, "no_repeat4", {}),  # the last rank rebuilds paths from rows
@@ -160,7 +168,7 @@ def check_cancelling(steps: range) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_a_cancelled_request_leaves_no_trace() -> None:
-    check_cancelling(range(2, 9))
+    check_cancelling(range(2, 9, 2))
 
 
 @pytest.mark.distributed

@@ -53,16 +53,17 @@ def fail(folder: Path, what: signal.Signals, rank: int, *overrides: str) -> tupl
         Exit status, standard error, and seconds until the command ended.
     """
     with started(folder, *overrides) as command:
-        wait_until(lambda: len(lines(folder)) >= 2 or command.poll() is not None, "two prompts")
-        assert command.poll() is None, command.stderr.read()  # type: ignore[union-attr]
+        wait_until(lambda: len(lines(folder)) >= 2 or command.status is not None, "two prompts")
+        assert command.status is None, command.message
         everyone = ranks_of(command.pid)
         assert len(everyone) == 4, "two ranks, their keeper and the fork server"
         start = time.monotonic()
         os.kill(everyone[rank - 1] if rank else command.pid, what)
-        _, message = command.communicate(timeout=200)
+        command.wait(200.0)
         took = time.monotonic() - start
         wait_until(lambda: not any(map(is_alive, everyone)), "all processes gone", 60.0)
-    return command.returncode, message, took
+        assert command.status is not None
+        return command.status, command.message, took
 
 
 def check_resumes(folder: Path) -> None:
@@ -72,7 +73,7 @@ def check_resumes(folder: Path) -> None:
     done = len(before) + 2
     # A rerun of the whole set would take long: its continuation is what matters.
     with started(folder) as command:
-        wait_until(lambda: len(lines(folder)) >= done or command.poll() is not None, "two more")
+        wait_until(lambda: len(lines(folder)) >= done or command.status is not None, "two more")
     after = lines(folder)
     assert after[: len(before)] == before, "what was finished is not done again"
     ids = [line["id"] for line in after]
@@ -176,9 +177,9 @@ def test_what_a_rank_refuses_is_the_users_error() -> None:
 
 def test_a_run_that_fails_at_once_leaves_nobody(tmp_path: Path) -> None:
     with started(tmp_path / "run", "executor.stages=3") as command:
-        _, message = command.communicate(timeout=300)
-    assert command.returncode == 2
-    assert "executor.stages=3" in message
+        command.wait(300.0)
+    assert command.status == 2
+    assert "executor.stages=3" in command.message
 
 
 def test_a_rank_killed_while_it_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

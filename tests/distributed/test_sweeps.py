@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import PATIENCE_S, ROOT, environment, wait_until
+from tests.distributed.processes import PATIENCE_S, ROOT, Command, environment, wait_until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -26,11 +26,12 @@ class Breaking(Chain):
     def select(self, state, source):
         raise RuntimeError("planted")
 """
+INTERPRETER = (sys.executable, "-m", "specdec.cli.main")
+NUM_PROMPTS = 20
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    begin = [sys.executable, "-m", "specdec.cli.main", "run", "-m", *SMALL]
-    return [*begin, *words, f"output_dir={folder}"]
+    return ["run", "-m", *SMALL, *words, f"output_dir={folder}"]
 
 
 def finished(file: Path) -> bytes:
@@ -52,38 +53,46 @@ def test_a_killed_sweep_goes_on_and_failures_stop_nothing(tmp_path: Path) -> Non
     (tmp_path / "tree" / "policy" / "breaking.yaml").write_text(
         "_target_: breaking.Breaking\ngamma: 3\n", encoding="utf-8"
     )
-    env = environment()
-    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
     folder = tmp_path / "sweep"
-    axes = ("policy=chain,breaking", "seed=0,1", "data.limit=40", "max_new_tokens=16")
+    axes = ("policy=chain,breaking", "seed=0,1", f"data.limit={NUM_PROMPTS}", "max_new_tokens=8")
     words = command(folder, "--config-dir", str(tmp_path / "tree"), *axes)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     jobs = [f"policy={p},seed={s}" for p in ("chain", "breaking") for s in (0, 1)]
     first, second = folder / jobs[0], folder / jobs[1] / "requests.jsonl"
-    with subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **quiet) as process:
-        try:
-            wait_until(lambda: finished(second).count(b"\n") >= 2, "two prompts of the second job")
-            assert process.poll() is None, "the sweep was over before it could be killed"
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    killed = Command(*words, log=tmp_path / "killed.err", folders=[tmp_path])
+    try:
+        wait_until(
+            lambda: finished(second).count(b"\n") >= 2 or killed.status is not None,
+            "two prompts of the second job",
+        )
+        assert killed.status is None, "the sweep was over before it could be killed"
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait(60.0)
     done = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in first.glob("*.json*")}
     begun = finished(second)
     assert "summary.json" in done
-    assert begun.count(b"\n") < 40, "killed in the middle"
+    assert begun.count(b"\n") < NUM_PROMPTS, "killed in the middle"
 
-    again = [*words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    ended = subprocess.run(
-        again, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3 * PATIENCE_S
+    # Workers of joblib end with their interpreter, so this one is fresh.
+    env = environment()
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    resumed = subprocess.run(
+        [*INTERPRETER, *words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE_S,
     )
-    assert ended.returncode == 1, ended.stderr
+    assert resumed.returncode == 1, resumed.stderr
     assert done == {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in first.glob("*.json*")}
     assert finished(second).startswith(begun), "finished prompts are not decoded again"
-    assert finished(second).count(b"\n") == 40
+    assert finished(second).count(b"\n") == NUM_PROMPTS
     found = records(folder)
     assert [found[job]["status"] for job in jobs] == ["skipped", "ok", "failed", "failed"]
-    last = ended.stderr.splitlines()[-2:]
+    last = resumed.stderr.splitlines()[-2:]
     assert last == [f"  {job}: RuntimeError: planted" for job in jobs[2:]]
-    assert "1 run, 1 complete before, 2 failed" in ended.stdout
+    assert "1 run, 1 complete before, 2 failed" in resumed.stdout
     assert not list(folder.glob(".jobs-*")), "what jobs tell is gathered in sweep.json"
     status = json.loads((folder / jobs[2] / "status.json").read_text(encoding="utf-8"))
     assert 'raise RuntimeError("planted")' in status["traceback"]
@@ -96,7 +105,7 @@ def test_a_sweep_as_submitted_jobs(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     words = command(folder, "seed=0,1", "data.limit=2", "max_new_tokens=4")
     ended = subprocess.run(
-        [*words, "hydra/launcher=submitit_local"],
+        [*INTERPRETER, *words, "hydra/launcher=submitit_local"],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

@@ -73,12 +73,17 @@ def check(processes: list[subprocess.Popen[str]], folder: Path, expected: Path) 
 def test_two_nodes_give_what_one_process_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two torchrun agents with two ranks each."""
+    """Two torchrun agents, with one rank and with two."""
     job, folder, port = tmp_path / "job.yaml", tmp_path / "nodes", free_port()
-    write_job(job, capsys, "executor.transport=distributed")
+    write_job(job, capsys, "executor.transport=distributed", "executor.stages=2")
     nodes = [
         module(
-            *("torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2"),
+            *(
+                "torch.distributed.run",
+                "--nnodes=2",
+                f"--node-rank={node}",
+                f"--nproc-per-node={node + 1}",
+            ),
             *("--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", "-m"),
             *worker(job, folder),
         )

@@ -16,7 +16,7 @@ Not emulated: streams, out of memory, speed, kernels (Triton's, flash-attn's), r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from types import SimpleNamespace
@@ -27,7 +27,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from specdec.clocks import timed_runs
 
@@ -115,7 +114,7 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        flat, _ = tree_flatten((args, kwargs))
+        flat = _leaves((args, kwargs))
         given = [value for value in flat if isinstance(value, torch.Tensor)]
         there = [tensor for tensor in given if isinstance(tensor, DeviceTensor)]
         kinds = {value.type for value in flat if isinstance(value, torch.device)}
@@ -192,15 +191,15 @@ class Device(TorchDispatchMode):
                 self.waits["a scalar of where"] += 1
 
     def _launched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        local_args, local_kwargs = tree_map(_memory, (args, kwargs))
+        local_args, local_kwargs = _mapped(_memory, (args, kwargs))
         if "device" in local_kwargs:
             local_kwargs["device"] = CPU
         found = func(*local_args, **local_kwargs)
         self.launches += 1
         if self.capturing is not None:
             self.capturing.record(func, local_args, local_kwargs, found)
-        known = {id(t.memory): t for t in tree_flatten((args, kwargs))[0] if _is_there(t)}
-        return tree_map(lambda value: _wrapped(value, known), found)
+        known = {id(t.memory): t for t in _leaves((args, kwargs)) if _is_there(t)}
+        return _mapped(lambda value: _wrapped(value, known), found)
 
     def forbid(self, what: str) -> None:
         """Raises an error during capture."""
@@ -237,13 +236,13 @@ class _Named(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.Tensor.to:  # torch would ask a driver for the number
-            args, kwargs = tree_map(_numbered, (args, kwargs))
+            args, kwargs = _mapped(_numbered, (args, kwargs))
         if func is torch.Tensor.tolist:
             return args[0].cpu().tolist()  # which subclasses have not
         if func is torch.tensor and str(kwargs.get("device")) in ("cuda", "cuda:0"):
             return func(*args, **{**kwargs, "device": CPU}).to(HERE)  # as it does it
         before = self._device.names_meta
-        self._device.names_meta = any(_is(v, "meta") for v in tree_flatten((args, kwargs))[0])
+        self._device.names_meta = any(_is(v, "meta") for v in _leaves((args, kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
@@ -275,8 +274,8 @@ class Graph:
 
     def record(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Records an operation and its results in new memory."""
-        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        results = enumerate(tree_flatten(found)[0])
+        given = [t for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        results = enumerate(_leaves(found))
         made = [
             (place, result)
             for place, result in results
@@ -295,7 +294,7 @@ class Graph:
             if shared and other is not self and other._holds:
                 other.spoil()
         for func, args, kwargs, made in self._steps:
-            results = tree_flatten(func(*args, **kwargs))[0]
+            results = _leaves(func(*args, **kwargs))
             for place, kept in made:
                 kept.copy_(results[place])
         self.replays += 1
@@ -310,6 +309,37 @@ class Graph:
                     result.fill_(torch.nan)
                 else:
                     result.fill_(1)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Leaves of nested tuples, lists and dicts.
+
+    ``torch.utils._pytree`` also knows other classes, and takes half the time of a pass here.
+    """
+    found: list[Any] = []
+    _add_leaves(value, found)
+    return found
+
+
+def _add_leaves(value: Any, found: list[Any]) -> None:
+    if isinstance(value, tuple | list):
+        for each in value:
+            _add_leaves(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _add_leaves(each, found)
+    else:
+        found.append(value)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same nested tuples, lists and dicts with changed leaves."""
+    if isinstance(value, tuple | list):
+        made = [_mapped(change, each) for each in value]
+        return made if type(value) is list else type(value)(made)
+    if isinstance(value, dict):
+        return {key: _mapped(change, each) for key, each in value.items()}
+    return change(value)
 
 
 def _is_there(value: Any) -> bool:

@@ -48,7 +48,8 @@ def _captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def _decode(folder: Path, *words: str) -> int:
     """Decodes three prompts of different lengths; returns the number of replays."""
-    words = ("model=random", "model.device=cuda", "model.graphs=cuda", *words)
+    size = ("model.num_layers=2", "model.hidden_size=32", "model.vocab_size=256")
+    words = ("model=random", *size, "model.device=cuda", "model.graphs=cuda", *words)
     cfg = run_job_of([*words, "data=stdlib", "data.limit=3", "max_new_tokens=6"]).config
     with emulated() as device:
         run_job(cfg, folder, Progress())

@@ -61,8 +61,8 @@ def test_pearl_takes_the_time_of_its_law(
 ) -> None:
     time, _ = decoded(
         build("pearl", one_class_bench(alpha, target, draft), gamma=gamma),
-        num_requests=16,
-        batch_size=16,
+        num_requests=8,
+        batch_size=8,
     )
     law = pearl_time(alpha=alpha, gamma=gamma, target=target, draft=draft)
     assert time == pytest.approx(law, rel=BOUND)
@@ -135,7 +135,7 @@ def test_the_fan_out_is_the_best_for_its_law(alpha: float, power: float) -> None
 
 
 def test_amusd_takes_the_time_of_its_law() -> None:
-    time, _ = decoded(build("amusd", one_class_bench(0.9, 10.0, 4.0), ahead=64), num_requests=8)
+    time, _ = decoded(build("amusd", one_class_bench(0.9, 10.0, 4.0), ahead=64), num_requests=4)
     assert time == pytest.approx(amusd_time(alpha=0.9, target=10.0, draft=4.0), rel=BOUND)
 
 
