@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,7 +39,6 @@ from numpy import count_nonzero
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from specdec.device import to_device
 from specdec.errors import UserError
@@ -452,8 +451,6 @@ class TreeCache:
         self._kv.copy(sources, targets)
 
 
-IMPLEMENTATION = "specdec"
-
 PLAN = "specdec_plan"
 """Name of the keyword argument of a model's forward that takes the ``PassPlan``."""
 
@@ -512,7 +509,16 @@ def tree_attention(
     return specdec_plan.attend(query, key, value, options), None
 
 
-AttentionInterface.register(IMPLEMENTATION, tree_attention)
+@cache
+def registered() -> str:
+    """Makes ``tree_attention`` known to transformers; returns the name to set it by.
+
+    transformers is imported here: parts are composed, and refused, without its models.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("specdec", tree_attention)
+    return "specdec"
 
 
 class PassCache:

@@ -45,6 +45,7 @@ class ModelPair:
     Attributes:
         vocab_size, num_layers: of the target.
         weight_bytes: name of each model ("target", "draft", "middle") -> bytes of its weights.
+        needed_bytes: memory for the weights of all models, in bytes; 0 where none are loaded.
         shared_bytes: name of a model -> bytes among its ``weight_bytes`` that a device with the
             whole target has already (the matrices of the target that an EAGLE head uses).
         head_cost: cost of the output head in layers: its number of weights over that of a layer.
@@ -61,6 +62,7 @@ class ModelPair:
     vocab_size: int
     num_layers: int
     weight_bytes: Mapping[str, int]
+    needed_bytes: int = 0
     shared_bytes: Mapping[str, int] = _NOTHING
     head_cost: float = 0.0
     max_positions: int | None = None

@@ -1,8 +1,11 @@
 """Reads a transformers configuration, whose keys depend on the family of the model."""
 
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging
 
 from specdec.errors import UserError
@@ -34,6 +25,8 @@ from specdec.models.packing import num_bytes
 from specdec.models.slicing import layers_name, shared_copy
 
 if TYPE_CHECKING:
+    from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
     from specdec.tensor_parallel.collective import Collective
     from specdec.tensor_parallel.cuts import Cut
 
@@ -120,7 +113,7 @@ def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
 def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with _quiet():
-            loaded, report = AutoModelForCausalLM.from_pretrained(
+            loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
                 info.path,
                 config=config,
                 dtype=dtype,
@@ -154,7 +147,9 @@ def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
     config = _config(info).get_text_config()
     eos = config.eos_token_id
     if (info.path / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(info.path, local_files_only=True).eos_token_id
+        eos = transformers.GenerationConfig.from_pretrained(
+            info.path, local_files_only=True
+        ).eos_token_id
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])
@@ -162,7 +157,9 @@ def end_tokens(model: ModelInfo | str | Path) -> frozenset[int]:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # the type depends on the tokenizer
         raise UserError(
             f"{path} has no tokenizer that can be loaded ({error}); copy tokenizer.json and "
@@ -173,7 +170,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def _empty(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with init_empty_weights(include_buffers=False):
-            empty = AutoModelForCausalLM.from_config(
+            empty = transformers.AutoModelForCausalLM.from_config(
                 config,
                 dtype=dtype,
                 trust_remote_code=False,
@@ -239,6 +236,10 @@ def _fill(
 
 
 def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
+    # Modules with models are imported on first use: a command that is refused needs none.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
     renamings = [m for m in get_model_conversion_mapping(model) if isinstance(m, WeightRenaming)]
     names = {}
     for stored in info.tensors:
@@ -291,7 +292,9 @@ def _refuse_missing(info: ModelInfo, names: list[str]) -> None:
 
 def _config(info: ModelInfo) -> AutoConfig:
     try:
-        return AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(
+            info.path, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # families validate their configs in different ways
         raise UserError(
             f"{info.path / 'config.json'} is not accepted by transformers ({error}); correct it"

@@ -6,13 +6,17 @@ magnitude in a block has the lowest code, so that rounding a rounded matrix chan
 Shape letters: N outputs, K inputs, B = ceil(K / 32) blocks.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK = 32
 _WIDE = ("lm_head", "output", "down_proj", "down")

@@ -20,12 +20,10 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specdec.attention import support
 from specdec.attention.backends import Attention, Kernel, attention_kernel
 from specdec.attention.tree_attention import (
-    IMPLEMENTATION,
     PLAN,
     AttentionPlan,
     BlockPool,
@@ -35,6 +33,7 @@ from specdec.attention.tree_attention import (
     Rows,
     ScoreOptions,
     TreeCache,
+    registered,
 )
 from specdec.clocks.meter import Meter
 from specdec.device import to_device
@@ -54,6 +53,8 @@ from specdec.models.slicing import (
 from specdec.types import HiddenName, IntArray, TreeRows
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from specdec.tensor_parallel.collective import Collective
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -329,7 +330,7 @@ def slice_model(
     name = layers_name(model)
     layers: Any = model.get_submodule(name)
     own = shared_copy(model, without=[*layers[:first_layer], *layers[last_layer:]])
-    own.set_attn_implementation(IMPLEMENTATION)
+    own.set_attn_implementation(registered())
     layers = keep_layers(own, first_layer, last_layer)
     own.eval()
     if first_layer:

@@ -1,20 +1,24 @@
 """The layers of any transformers model: their names, copies that share parameters, cut lists."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
 from specdec.types import HiddenName
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 K = TypeVar("K")
 

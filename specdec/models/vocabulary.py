@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdec.clocks.meter import Meter
@@ -30,6 +30,9 @@ from specdec.errors import UserError
 from specdec.models.exits import spread
 from specdec.models.runner import ModelRunner
 from specdec.types import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _WINDOW = 16  # draft tokens that are tokenised again with each new one, at most
 _CACHED = 1 << 16  # number of cached results
@@ -371,7 +374,7 @@ def other_tokenizer(
 
 def fast_tokenizer(described: dict[str, Any], **special: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer.from_str(json.dumps(described))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> PreTrainedModel:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.backends import auto_attention
 from specdec.clocks.meter import Meter
@@ -21,8 +20,6 @@ from specdec.executors.exits import ExitStage, NormHead
 from specdec.executors.models import A, ModelPair
 from specdec.executors.stage import ModelStage
 from specdec.models.config_values import config_value
-from specdec.models.eagle import EagleHead
-from specdec.models.eagle_loading import HeadFiles, load_head, untrained_head
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
@@ -36,6 +33,10 @@ from specdec.pairs.options import ModelOptions
 from specdec.types import HiddenName, IntArray
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from specdec.models.eagle import EagleHead
+    from specdec.models.eagle_loading import HeadFiles
     from specdec.tensor_parallel.collective import Collective
 
 H = TypeVar("H")
@@ -295,6 +296,8 @@ class HuggingFacePair(ModelPair):
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
         """Loads or creates the EAGLE head; ``version`` is that of an untrained one."""
+        from specdec.models.eagle_loading import load_head, untrained_head  # see ``loading``
+
         files, last = self.eagle_files, self.part(self.num_layers - 1, self.num_layers)
         embedding, output = self.input_embedding(), last.get_output_embeddings()
         if files is None:

@@ -8,13 +8,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import transformers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
-from specdec.models.eagle_loading import HeadFiles
 from specdec.models.inspection import ModelInfo, inspect_pair
 from specdec.models.loading import (
     Weights,
@@ -32,6 +31,9 @@ from specdec.parts.fields import Text, validated
 from specdec.types import IntArray
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec.models.eagle_loading import HeadFiles
     from specdec.tensor_parallel.collective import Collective
 
 _UNTRAINED = Path("untrained")  # value of ``eagle_head``
@@ -107,7 +109,9 @@ class PretrainedPair(HuggingFacePair):
     @cached_property
     def configs(self) -> Sequence[PreTrainedConfig]:
         folders = [info.path for info in self._infos.values()]
-        return [AutoConfig.from_pretrained(folder).get_text_config() for folder in folders]
+        return [
+            transformers.AutoConfig.from_pretrained(folder).get_text_config() for folder in folders
+        ]
 
     def _info(self, name: str) -> ModelInfo:
         if name not in self._infos:
@@ -197,6 +201,8 @@ class PretrainedPair(HuggingFacePair):
                 "this strategy drafts with an EAGLE head; give model.eagle_head=FOLDER (config.json"
                 " and model.safetensors, trained for model.target), or choose another source"
             )
+        from specdec.models.eagle_loading import HeadFiles  # see ``loading``
+
         return None if self._eagle == _UNTRAINED else HeadFiles(self._eagle)
 
     def token_samples(self) -> IntArray:
@@ -283,6 +289,8 @@ class LoadedPair(HuggingFacePair):
                 "this strategy drafts with an EAGLE head: pass its folder (eagle_head=), or choose"
                 " another strategy"
             )
+        from specdec.models.eagle_loading import HeadFiles
+
         return HeadFiles(Path(family_path(str(self._eagle))))
 
     def token_samples(self) -> IntArray:

@@ -4,6 +4,8 @@ A chunk of the stream holds what the server sends at once: one token, the tokens
 several. All tokens of a chunk get the time at which the chunk arrived.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -14,14 +16,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
 from specdec.errors import UserError
 from specdec.parts.fields import Positive, Text, expects, validated
 from specdec.rivals.runtimes import RivalOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 300  # characters of a server's answer that a message shows
 _COUNTERS = ("draft_tokens", "accepted_tokens")  # vllm:spec_decode_num_NAME_total

@@ -26,7 +26,7 @@ from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.metrics.compare import prompt_speedups
-from specdec.pairs import ModelPair, PretrainedPair, build_pair
+from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report.origins import write_token_ends
 from specdec.report.plots import comparison_png, run_png
@@ -36,9 +36,7 @@ from specdec.report.spec_bench import Answer, answers_of, by_category, write_ans
 from specdec.report.styles import row_styles
 from specdec.report.tables import advice_of, markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
-from specdec.runs.hf_generate import baseline_of_transformers
 from specdec.runs.progress import Progress
-from specdec.runs.rival import baseline_of_endpoint, baseline_of_runtime
 from specdec.runs.runners import PartsRunner, Runner, TokenPrompt, decoded, sampling_params
 from specdec.serving.arrivals import AT_ONCE
 from specdec.state import StopRules
@@ -297,12 +295,18 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    match cfg["strategy"]["kind"]:
+    match cfg["strategy"]["kind"]:  # the libraries of baselines are imported for them alone
         case "hf":
+            from specdec.runs.hf_generate import baseline_of_transformers
+
             return baseline_of_transformers(cfg, pair, stop)
         case "rival":
+            from specdec.runs.rival import baseline_of_runtime
+
             return baseline_of_runtime(cfg, pair, stop)
         case "endpoint":
+            from specdec.runs.rival import baseline_of_endpoint
+
             return baseline_of_endpoint(cfg, pair, stop)
     return PartsRunner(cfg=cfg, pair=pair, stop=stop)
 
@@ -316,7 +320,7 @@ def prepare(
     """
     pair = pair or build_pair(cfg["model"])
     label = "loading models"
-    if isinstance(pair, PretrainedPair):
+    if pair.needed_bytes:
         label += f", {pair.needed_bytes / 1e9:.2g} GB of weights"
     (progress or Progress()).phase(label)
     data = cfg["data"]

@@ -1,15 +1,16 @@
 """Runners decode prompts with one strategy and return raw counts; rates are derived from them."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from specdec.clocks import Clock, ClockKind, ClockReport, MeasuredClock, WallClock
 from specdec.compose.workbench import Parts, compose
@@ -25,6 +26,9 @@ from specdec.sources import Background
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.trace.recorder import ObservedExecutor, RunTrace
 from specdec.types import Commit, IntArray, Lossless
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,3 +54,15 @@ def test_list_answers_without_the_packages_of_models() -> None:
     program = "from specdec.cli.main import main\nmain(['list', 'strategies'])\n"
     shown = f"{program}import sys\nassert not {{'torch', 'transformers'}} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", shown], capture_output=True, check=True)
+
+
+def test_a_job_is_checked_before_models_are_imported() -> None:
+    """Importing ``modeling_utils`` takes seconds, which refused commands would take too."""
+    program = (
+        "import sys\nimport specdec.runs.jobs\nfrom specdec.config.job import run_job_of\n"
+        "for strategy in ('specpipe', 'suffix', 'swiftspec', 'staged', 'ppsd'):\n"
+        "    run_job_of([f'strategy={strategy}', 'model=tiny'])\n"
+        "assert 'transformers.modeling_utils' not in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert not ended.returncode, ended.stderr.decode()

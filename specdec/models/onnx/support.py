@@ -1,11 +1,16 @@
 """Checks which models ONNX Runtime can run here: ``model.backend=onnx``."""
 
+from __future__ import annotations
+
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig
 
 from specdec.models.config_values import config_value
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose layers ``specdec.models.onnx.graph`` can write as a graph."""
