@@ -1,12 +1,7 @@
-"""Reads a transformers configuration, whose keys depend on the family of the model."""
+"""Reads a configuration of transformers, whose keys depend on the family of the model."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from typing import Any
 
 
-def config_value(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+def config_value(config: Any, name: str, default: Any = None) -> Any:
     return getattr(config, name, None) or default

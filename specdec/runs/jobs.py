@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,13 @@ from specdec.types import IntArray
 
 _SYNTHETIC_PROMPT_TOKENS = 16
 _MAX_SYNTHETIC_PROMPTS = 1_000_000
+
+_BASELINES = {
+    "hf": "specdec.runs.hf_generate.baseline_of_transformers",
+    "rival": "specdec.runs.rival.baseline_of_runtime",
+    "endpoint": "specdec.runs.rival.baseline_of_endpoint",
+}
+"""``strategy.kind`` -> function of a row that is not made of parts; only that one is imported."""
 
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -295,19 +303,8 @@ class _Decoding:
 
 
 def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Runner:
-    match cfg["strategy"]["kind"]:  # the libraries of baselines are imported for them alone
-        case "hf":
-            from specdec.runs.hf_generate import baseline_of_transformers
-
-            return baseline_of_transformers(cfg, pair, stop)
-        case "rival":
-            from specdec.runs.rival import baseline_of_runtime
-
-            return baseline_of_runtime(cfg, pair, stop)
-        case "endpoint":
-            from specdec.runs.rival import baseline_of_endpoint
-
-            return baseline_of_endpoint(cfg, pair, stop)
+    if (name := _BASELINES.get(cfg["strategy"]["kind"])) is not None:
+        return resolve_name(name)(cfg, pair, stop)  # type: ignore[no-any-return]
     return PartsRunner(cfg=cfg, pair=pair, stop=stop)
 
 
