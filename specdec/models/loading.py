@@ -1,4 +1,8 @@
-"""Loads models, whole or by layers, and tokenizers; safetensors only, without remote code."""
+"""Loads models, whole or by layers, and tokenizers; safetensors only, without remote code.
+
+transformers imports its models with the first class that needs them, which takes seconds. Modules
+of this library that do so at once are imported inside functions, so that a refusal comes before.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +240,6 @@ def _fill(
 
 
 def _stored_names(model: PreTrainedModel, info: ModelInfo) -> dict[str, str]:
-    # Modules with models are imported on first use: a command that is refused needs none.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 

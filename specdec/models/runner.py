@@ -328,8 +328,8 @@ def slice_model(
     which a slice that is not the first gets its input.
     """
     name = layers_name(model)
-    layers: Any = model.get_submodule(name)
-    own = shared_copy(model, without=[*layers[:first_layer], *layers[last_layer:]])
+    whole: Any = model.get_submodule(name)
+    own = shared_copy(model, shared=[*whole[:first_layer], *whole[last_layer:]])
     own.set_attn_implementation(registered())
     layers = keep_layers(own, first_layer, last_layer)
     own.eval()

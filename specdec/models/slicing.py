@@ -26,10 +26,10 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names since and before transformers 5.24; outputs have an attribute of the same name."""
 
 
-def shared_copy(model: PreTrainedModel, without: Iterable[nn.Module] = ()) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all tensors, and the modules ``without``."""
-    shared = chain(model.parameters(), model.buffers(), without)
-    return copy.deepcopy(model, {id(each): each for each in shared})
+def shared_copy(model: PreTrainedModel, shared: Iterable[nn.Module] = ()) -> PreTrainedModel:
+    """Returns a copy of the module tree; all tensors and the modules ``shared`` are not copied."""
+    kept = chain(model.parameters(), model.buffers(), shared)
+    return copy.deepcopy(model, {id(each): each for each in kept})
 
 
 def layers_name(model: PreTrainedModel) -> str:

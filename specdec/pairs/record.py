@@ -90,8 +90,8 @@ def record_request(
 
     The draft model reads ``prompt``, int64[T >= 1], and the target's ``output``, int64[L >= 1], and
     its logits pass through the sampling transform of token sources. So each entry equals what
-    ``expand`` returned for the node on the target's path. Give ``runner`` a meter of its own, so
-    that these passes are not counted in the run.
+    ``expand`` returned for the node on the target's path. ``runner``
+    needs another meter than the run's, which would count these passes.
     """
     transform = SamplingTransform(sampling)
     tokens = np.concatenate([prompt, output])

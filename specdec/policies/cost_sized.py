@@ -17,7 +17,7 @@ from specdec.types import IntArray, Nodes
 
 _FADE = 0.9  # factor by which each round lowers the weight of a request's older ones
 _FADE_ALL = 0.98  # likewise for the means over all requests
-_PRIOR = 4.0  # weight of other requests, in rounds
+_PRIOR = 4.0  # weight of other requests, in expected tokens or draft passes
 _TRUST = 1.0  # weight of the draft's own probabilities in the means over all requests
 _RETRY = 32  # rounds without drafts after which two are drafted again
 _SMALL = (1, 4)  # draft passes and nodes
@@ -56,8 +56,8 @@ class CostSized(BestFirst):
     more drafted tokens are accepted, so in proportion to the total probability of its leaves; it
     costs a pass of the source and the rows that expansions have added. The draft's probabilities
     are not the target's, so both gains are multiplied by the ratio of accepted to expected tokens
-    so far: that of the request, with the ratio of all requests as a prior of weight 4 (whose own
-    prior is 1, of weight 1).
+    so far: that of the request, with the ratio of all requests as a prior of weight 4 (expected
+    tokens), which itself has a prior of 1 with weight 1.
 
     Times are those of the run's clock, of rounds that have ended. Drafting is timed only in rounds
     that follow a round with drafting, since otherwise the source first has to catch up. The first

@@ -317,8 +317,8 @@ def prepare(
     """
     pair = pair or build_pair(cfg["model"])
     label = "loading models"
-    if pair.needed_bytes:
-        label += f", {pair.needed_bytes / 1e9:.2g} GB of weights"
+    if num_bytes := pair.needed_bytes:
+        label += f", {num_bytes / 1e9:.2g} GB of weights"
     (progress or Progress()).phase(label)
     data = cfg["data"]
     recorded = pair.prompts()

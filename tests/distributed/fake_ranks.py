@@ -15,7 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,15 +30,9 @@ from specdec.distributed.plan import SessionPlan
 from specdec.distributed.rank_groups import use_group
 from specdec.distributed.stage_worker import FreeStageSession, StageSession
 from specdec.executors.stage import Stage
-from specdec.pairs import ModelPair, build_pair
+from tests.matrix.record_tokens import pair_of
 
 PATIENCE_S = 120.0
-
-
-@cache
-def _pair(model: str) -> ModelPair:
-    """Models of a configuration, which the sessions of all tests share."""
-    return build_pair(json.loads(model))
 
 
 class _Group:
@@ -69,7 +63,7 @@ class _Group:
 
     def open_session(self, plan: SessionPlan) -> int:
         session = next(self._numbers)
-        pair = _pair(json.dumps(plan.model))
+        pair = pair_of(json.dumps(plan.model))
         ranks = range(1, len(plan.ranks) + 1)
         queues = [queue.SimpleQueue[Any]() for _ in range(len(plan.ranks) + 1)]
         for rank in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -58,9 +59,7 @@ def module(*words: str, **more: str) -> subprocess.Popen[str]:
 class Command:
     """``specdec`` as a process in its own session, for tests that send signals to it.
 
-    A server forks it that has imported the library: a fresh interpreter needs 12 s of CPU time for
-    that. Functions that are registered with ``atexit`` are not called; ``tests/docs`` runs commands
-    in fresh interpreters.
+    A server forks it that has imported the library, for which a fresh interpreter needs seconds.
 
     Args:
         words: command and arguments.
@@ -108,7 +107,10 @@ def _run_command(words: Sequence[str], log: Path, folders: list[str]) -> NoRetur
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from specdec.cli.main import main
 
-    sys.exit(main(words))
+    try:
+        sys.exit(main(words))
+    finally:
+        atexit._run_exitfuncs()  # as an interpreter does, but no process of multiprocessing
 
 
 @contextmanager

@@ -41,9 +41,9 @@ from tests.docs.blocks import ROOT
 
 FILE = Path(__file__).with_name("recorded_commands.json")
 COMMAND = "python -m tests.matrix.record_commands"
-_UNSTABLE = re.compile(r"^\s*(_target_|hash|git_sha):.*\n", re.M)  # of a printed configuration
 LONGEST = 300  # characters of a line
 _OF_MACHINE = re.compile(r"\([^()]*\b(CUDA|cuda)\b[^()]*\)")  # why there is no such device
+_UNSTABLE = re.compile(r"^\s*(_target_|hash|git_sha):.*\n", re.M)  # of a printed configuration
 
 Case = dict[str, Any]
 

@@ -119,7 +119,8 @@ def composed(preset: str, run: Run) -> dict[str, Any]:
 
 
 @cache
-def _pair(model: str) -> ModelPair:
+def pair_of(model: str) -> ModelPair:
+    """The models of a section ``model`` as JSON, which all runs share."""
     return build_pair(json.loads(model))
 
 
@@ -127,7 +128,7 @@ def tokens(preset: str, run: Run) -> str:
     """The tokens of the prompts in order, or "refused"."""
     try:
         config = composed(preset, run)
-        models = _pair(json.dumps(config["model"]))
+        models = pair_of(json.dumps(config["model"]))
         stop = StopRules(max_new_tokens=MAX_NEW_TOKENS["tiny" if run.model == "tiny" else "random"])
         with constructed():
             ready = PartsRunner(cfg=config, pair=models, stop=stop)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
 
-from experiments.open.pipespec import Run, predicted_ms, read_runs, synchronous_runs
+from experiments.open.pipespec import predicted_ms, read_runs, synchronous_runs
 
 TRACES = Path(os.environ.get("SPECDEC_DATA", "")) / "acceptance_traces" / "pipespec"
 SMALL, LARGE = (
@@ -27,21 +26,12 @@ pytestmark = [
 ]
 
 
-@cache
-def recorded(pair: str) -> list[Run]:
-    return synchronous_runs(TRACES / f"chain_{pair}_8.json.gz", 7)
-
-
-@cache
-def published_ms(pair: str, lookahead: int) -> list[float]:
-    measured = read_runs(TRACES / f"async-chain_{pair}_{lookahead}.json.gz")
-    return [1e3 * float(run["time_per_token"]) for run in measured]
-
-
 def ratio(pair: str, lookahead: int, least: int) -> tuple[float, float]:
     """(predicted over published mean time per token, correlation over prompts)."""
-    ours = predicted_ms(recorded(pair), longest=7, least=least)
-    published = published_ms(pair, lookahead)
+    runs = synchronous_runs(TRACES / f"chain_{pair}_8.json.gz", 7)
+    ours = predicted_ms(runs, longest=7, least=least)
+    measured = read_runs(TRACES / f"async-chain_{pair}_{lookahead}.json.gz")
+    published = [1e3 * float(run["time_per_token"]) for run in measured]
     num = min(len(ours), len(published))
     together = float(np.corrcoef(ours[:num], published[:num])[0, 1])
     return mean(ours[:num]) / mean(published[:num]), together
