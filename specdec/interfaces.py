@@ -118,8 +118,8 @@ class TokenSource(_Part, ABC):
 
     @abstractmethod
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Proposes up to ``k`` children for each node, in the order of ``nodes``; count 0: none
-        (yet).
+        """Proposes up to ``k`` children for each node, in the order of ``nodes``; a node without
+        a proposal (yet) has ``counts`` 0.
 
         Called once per live node: the caller stores the result in the tree
         (``TokenTree.set_candidates``). The nodes may be any of live trees, whether or not their
@@ -388,10 +388,11 @@ class Scheduler(ABC):
     def admit(self, state: DecodeState) -> bool:
         """Begins a step; returns False when no request is left.
 
-        Closes finished requests (``close`` of each part, ``state.requests``, ``on_finish``); admits
-        waiting ones (``request.admitted_s``, ``state.requests``, ``open`` of each part). Sets
-        ``state.turn``: ids of the requests that this step may feed, None for all. If no request has
-        arrived yet, it calls ``state.clock.wait_until`` the next arrival.
+        Closes finished requests: calls ``close`` of each part and ``on_finish``, and removes them
+        from ``state.requests``. Admits waiting ones: sets ``request.admitted_s``, adds them there
+        and calls ``open`` of each part. Sets ``state.turn``: ids of the requests whose nodes may be
+        submitted in this step, None for all. If no request is open and none has arrived yet, waits
+        for the next arrival (``state.clock.wait_until``).
         """
 
     @abstractmethod

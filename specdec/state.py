@@ -107,7 +107,7 @@ class RequestState:
         arrival_s: float = 0.0,
     ) -> None:
         """Creates the request with a tree that has only the root, the last token of ``prompt``
-        (int64[T], T >= 1); ``request_id`` keys its random draws.
+        (int64[T], T >= 1); its random draws depend on ``request_id``.
         """
         if not len(prompt):
             raise ValueError(
@@ -194,7 +194,8 @@ class DecodeState:
     """The live requests of a run with its step counter, keyed draws, clock and meter.
 
     Attributes:
-        turn: ids of the requests that may be fed in this step; None: all. Set by the scheduler.
+        turn: ids of the requests whose nodes may be submitted in this step; None: all. The
+            scheduler sets it.
         first_alone: when a request's first answer arrives, drop the tree below the last prompt
             token, so that the first emitted token passes through the stages alone.
         warm_up: whether this is the warm-up run, which is excluded from all metrics.

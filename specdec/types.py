@@ -373,7 +373,7 @@ class Answers:
     """The target's next tokens after nodes of one request.
 
     Attributes:
-        tokens: int64[A], the target's own next token after each node, by its keyed draw;
+        tokens: int64[A], the target's own next token after each node;
             ``NO_TOKEN`` for nodes off the target's path (``Needs.all_answers``).
         probs: float64[A, V], distributions after sampling transforms, if a part needs them.
         hidden: name -> [A, E], in the target's dtype, if a part needs them.

@@ -28,9 +28,9 @@ class MultiExitSource(ExitSource):
 
     With ``executor=early_exit`` a later exit is computed only if it is chosen, from the node's
     hidden state, so no layer runs twice. With ``executor=pipeline`` choosing a later exit means
-    waiting until it arrives. The choice depends on distributions and decided tokens, never on
-    sampled candidates; with sampled candidates it ignores decided tokens too, so rejection
-    verifiers stay unbiased.
+    waiting until it arrives. The choice depends on the exits' distributions and on how often their
+    best tokens were the target's so far, never on sampled candidates; if candidates are sampled it
+    ignores that record too, so rejection verifiers stay unbiased.
 
     Args:
         pair, make_first_stage, candidates, sample: see ``ExitSource``.

@@ -251,7 +251,7 @@ class CachedSource(WrappedSource):
     """Wraps a source so that a live node is expanded only once, however often it is requested.
 
     A staged source requests the same guesses whenever they are close to the nodes that its draft
-    computes. Rows of count 0 are not cached: the source may have a proposal later.
+    computes. Empty rows are not cached: the source may have a proposal later.
 
     Args:
         k: number of candidates requested; a call for more discards what is cached.

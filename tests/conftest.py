@@ -32,7 +32,7 @@ if "SPECDEC_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["SPECDEC_CACHE"], ignore_errors=True)
 
 NOT_FAST = ("slow", "gpu", "distributed", "exhaustive")
-MOST_RANKS = 5  # that a test of the suite keeps
+MOST_RANKS = 6  # that a test of the suite keeps
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

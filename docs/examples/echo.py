@@ -32,7 +32,7 @@ class Echo(TokenSource):
         self._followers[request.id] = dict(pairwise(request.tokens.tolist()))
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """One candidate for each node whose token has a follower; count 0 for the others."""
+        """One candidate for each node whose token has a follower; none for the others."""
         candidates = Candidates.empty(len(nodes), k)
         row = 0
         for request_id, ids in nodes.items:

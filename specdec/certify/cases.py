@@ -1,6 +1,6 @@
-"""Generated requests for the checks: prompts, sampling transforms and stop rules.
+"""Test requests of ``specdec verify``: prompts, sampling transforms and stop rules.
 
-A case's id is the prompt id that keys its draws; ids are unique within a run.
+A case's id is its prompt id, on which its random draws depend; ids are unique within a run.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def certify(
 
 
 def _crashed(name: str, error: Exception, crashes: dict[Any, Crash]) -> str:
-    """An error from the same line as an earlier one refers to the check that describes it."""
+    """Returns a failed check's detail; errors of one line are described once, by the first."""
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     line = type(error), innermost.filename, innermost.lineno
     if known := crashes.get(line):

@@ -170,10 +170,10 @@ def places(
 ) -> FloatArray:
     """Returns float64[O]: where a drawn token lies in the target's CDF, in each of ``ORDERS``.
 
-    ``laws`` are those of target and draft, float64[V]. If the token was drawn from the target's,
-    each place is uniform in [0, 1) and independent of all before it: within the token's own part of
-    the CDF it is drawn by ``rng`` (a randomised probability integral transform). Without a draft
-    its order is that of the ids.
+    ``laws`` are the distributions of target and draft, float64[V]. If the token was drawn from the
+    target's, each place is uniform in [0, 1) and independent of all before it: within the token's
+    own part of the CDF it is drawn by ``rng`` (a randomised probability integral transform).
+    Without a draft, the third order is that of the ids.
     """
     target, draft = laws
     ids, mass = np.arange(len(target)), float(target[token])

@@ -67,7 +67,7 @@ class _Configured:
 
     @property
     def bits(self) -> int | None:
-        """Of a quantised target's weights."""
+        """Bits of a weight of a quantised target; None: not quantised."""
         return self.pair.options.bits_of("target")
 
     @property
@@ -109,7 +109,7 @@ class _Configured:
     def _session_rows(self, tokens: tuple[int, ...], size: int, *, first: int = 0) -> FloatArray:
         """The session itself is the reference: no torch model rounds activations as it does.
 
-        After ``first`` tokens in one pass there are ``size`` tokens in each.
+        The first ``first`` tokens are one pass, then every pass has at most ``size``.
         """
         runner, found = self.pair.runner("target", Meter()), []
         cache = runner.new_cache(len(tokens))
@@ -175,7 +175,7 @@ def numerics(subject: Subject) -> Outcome:
 
 @dataclass(frozen=True)
 class _Favoured:
-    """Makes ``ids``, and a token that the whole history decides, nearly as probable as the best."""
+    """Sets the scores of ``ids`` and a token that depends on the history to 0.5 below the best."""
 
     ids: tuple[int, ...]
 
@@ -264,7 +264,7 @@ def _places(
     drafts: Mapping[tuple[int, ...], FloatArray],
     rng: np.random.Generator,
 ) -> FloatArray:
-    """Returns ``places`` of an output's tokens, without those that only rounding lets through."""
+    """Returns ``places`` of an output's tokens, without tokens of reference probability 0."""
     found = []
     for at, (token, logits) in enumerate(zip(output, rows, strict=True)):
         prefix = (*case.prompt, *output[:at])

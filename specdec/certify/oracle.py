@@ -47,7 +47,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 def reference_draw(
     seed: int, prompt_id: int, position: int, purpose: int = 0, index: int = 0
 ) -> float:
-    """Returns the uniform draw of a key of ``KeyedDraws``; each counter value yields four draws."""
+    """Returns the random number of ``KeyedDraws`` for these arguments; a Philox block has four."""
     counter = (position // 4 + 1, index, purpose, 0)  # numpy counts up before it draws
     word = philox(counter, (seed & _WORD, prompt_id & _WORD))[position % 4]
     return (word >> 11) / 2.0**53
@@ -123,7 +123,7 @@ def whole_pass(model: torch.nn.Module, tokens: Sequence[int]) -> FloatArray:
 
 
 class Oracle:
-    """Decodes with transformers' own forward, without a cache; ``seed`` keys the draws."""
+    """Decodes with transformers' own forward, without a cache, and random draws of ``seed``."""
 
     def __init__(self, model: torch.nn.Module, *, seed: int) -> None:
         self._model, self._seed = model, seed

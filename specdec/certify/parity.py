@@ -1,4 +1,4 @@
-"""Checks that outputs equal plain decoding token for token, in float64, and the keyed draws."""
+"""Checks that outputs equal plain decoding token for token in float64, and tests ``KeyedDraws``."""
 
 from __future__ import annotations
 
@@ -159,10 +159,10 @@ def _compared(
 
 
 def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
-    """Yields draws that differ from the reference, the first one per purpose.
+    """Yields, per purpose, the first random number that differs from ``reference_draw``.
 
-    Positions rise to ``num_positions``, through every block, then go back and forth; siblings are
-    few and many; some prompt ids have more than 32 bits.
+    Tested are rising positions up to ``num_positions``, so every block; positions out of order; few
+    and many siblings; prompt ids of more than 32 bits.
     """
     keys = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     keys += [

@@ -1,4 +1,4 @@
-"""Clocks: one interface for measured, paced and simulated time."""
+"""Clocks: one interface for measured, paced (stretched to a profile) and simulated time."""
 
 from typing import TYPE_CHECKING
 

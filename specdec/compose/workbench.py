@@ -269,7 +269,7 @@ class Workbench:
             executor: see ``planned``; default: the local executor.
             stages: in place of ``executor``: number of stages of a pipeline with one device each,
                 with ``ranks`` a process each.
-            serving: how requests share the target; by default each step feeds all of them.
+            serving: how requests share the target; by default a step may have nodes of all.
         """
         if executor is None:
             transport = "in_process" if self.ranks is None else "distributed"

@@ -20,8 +20,8 @@ CHAT_DATE = "01 Jan 2025"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; its ``id``, the index in the data set whatever limit, order and subset, keys the
-    random draws. In ``mixed`` it is 1,000,000 times the set's number plus the index in that set.
+    """One prompt. Its random draws depend on its ``id``, the index in the data set whatever limit,
+    order and subset; in ``mixed`` 1,000,000 times the set's number plus the index in that set.
     """
 
     id: int

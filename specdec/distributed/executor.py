@@ -42,9 +42,10 @@ class DistributedExecutor(Executor):
     Attributes:
         latency, in_flight: number of stages.
         counters: batches and rows that entered the first stage.
-        hidden: hidden states of the answers, on the host. Ranks send them in the step in which they
-            are computed; rank 0 keeps them until the answers arrive.
-        early_hidden: hidden states that rank 0 passes on in the step in which they are computed.
+        hidden: names of the hidden states that come with the target's tokens, on the host. Ranks
+            send them once computed; rank 0 keeps them until those tokens arrive.
+        early_hidden: names of those that ``poll`` or ``collect`` returns in the step in which they
+            are computed.
     """
 
     can_poll = True
@@ -298,9 +299,9 @@ class FreeExecutor(DistributedExecutor):
     """A pipeline whose ranks wait only for what they receive (PPSD, Algorithm 1).
 
     A step is one pass of the first stage: it ends when that pass, with its exit head, has ended,
-    and the oldest verdict that has arrived by then is read (line 3). A step in which a further one
-    waits already ends at once, and one without rows, or with ``in_flight`` batches unanswered, with
-    the next reply. So the number of steps depends on times (``latency`` is the number of stages),
+    and the oldest batch whose answers have arrived is read (line 3). A step ends at once if further
+    answers wait already; one without rows, or with ``in_flight`` batches unanswered, ends with the
+    next reply. So the number of steps depends on times (``latency`` is the number of stages),
     and the tokens do not: a node's answer is passed on in a step after that of its last exit, when
     the policy has seen its children.
     """

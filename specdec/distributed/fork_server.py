@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import transformers.modeling_utils  # noqa: F401 - seconds of CPU time: once, not in each rank
 
 from specdec.distributed import worker
 

@@ -184,8 +184,8 @@ class RankGroup:
             waiting = True
 
     def check_progress(self, timeout_s: float, *, begins: bool) -> None:
-        """Raises if a rank has failed, or none has made progress for ``timeout_s`` of a wait, which
-        ``begins`` now or not.
+        """Raises if a rank has failed, or if no rank has made progress for ``timeout_s`` seconds;
+        ``begins`` restarts that time, for a caller that only now begins to wait.
         """
         if begins:
             self._failures.last_progress = time.monotonic()

@@ -25,8 +25,9 @@ class Ranks:
         threads: int | None = None,
         trace: bool = False,
     ) -> None:
-        """Starts nothing yet. Ranks build their own parts from the configuration nodes ``model``
-        and ``clock``, with ``threads`` torch threads each (None: a share of the cores).
+        """Starts no process: ``draft_runner`` and ``executor`` do. Each rank builds its models and
+        clock from the sections ``model`` and ``clock``, and has ``threads`` torch threads (None: a
+        share of the cores).
         """
         self._timeout_s = timeout_s
         self._model = model

@@ -446,7 +446,7 @@ class OpenRequests:
 
 
 class ModelAnswerer(OpenRequests, Answerer):
-    """Samples from the target's logits with each request's own transform and keyed draws."""
+    """Samples from the target's logits by each request's own transform and ``KeyedDraws``."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
         super().__init__()

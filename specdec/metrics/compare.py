@@ -179,7 +179,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Returns a bootstrap interval with a coverage of 95 %; None of less than two rows or times."""
+    """Returns a 95 % bootstrap interval; None for fewer than two rows or if a column sums to 0."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():

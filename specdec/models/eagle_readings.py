@@ -1,7 +1,7 @@
-"""Readings of one EAGLE head that loaders disagree on, and the acceptance that each gives.
+"""Interpretations of an EAGLE head's files on which loaders disagree, and the acceptance of each.
 
-A head that is read otherwise than it was trained stays lossless and only accepts less, so nothing
-else reveals the error.
+A head that is interpreted otherwise than in its training stays lossless and only accepts less, so
+nothing else reveals the error.
 
 Shape letters: S tokens of a text, A drafts.
 """

@@ -1,4 +1,4 @@
-"""What is known about which draft tokens the target accepts: a hit law, or the record of a run."""
+"""What is known of the acceptance of draft tokens: an acceptance model, or the record of a run."""
 
 from __future__ import annotations
 

@@ -138,7 +138,9 @@ def conclude(
 
 
 def choices_of(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
-    """Drops candidates that decode exactly like a faster one, but not plain decoding."""
+    """Returns the candidates as recommendations, without those whose times equal those of one
+    ranked before them on every prompt; plain decoding always stays.
+    """
     chosen = search.chosen
     batch, context = chosen.batch[0], chosen.context[0]
     kept: dict[tuple[Any, ...], tuple[Candidate, Times]] = {}

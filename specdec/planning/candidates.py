@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def staged(self) -> bool:
-        """Whether its executor has stages, or no keys: it is replaced by a pipeline then."""
+        """Whether its executor has stages, or has no keys (``on`` may make a pipeline of it)."""
         executor = self.config["executor"]
         return not self.copies and ("target_degree" in executor or len(executor) == 1)
 
@@ -203,7 +203,7 @@ class Unit:
 
     @property
     def later_answers(self) -> int:
-        """Decode phases begin with the first answer, which has no time."""
+        """Number of answers after each request's first, with which its decode phase begins."""
         return self.answers - self.requests
 
     @staticmethod
@@ -261,9 +261,9 @@ class Times:
 
 
 def effective(simulated: float, requests: float) -> float:
-    """Returns 1 / (1 / n + 1 / m): how many units carry the information of n simulated units of a
-    law of m requests. m is 0 where that is unknown, and for a record, whose prompts are its
-    requests.
+    """Returns 1 / (1 / n + 1 / m): how many units carry the information of n units simulated with
+    an acceptance model of m requests. m is 0 where that is unknown, and for a record, whose prompts
+    are its requests.
     """
     return 1.0 / (1.0 / simulated + 1.0 / requests) if requests else float(simulated)
 
@@ -286,8 +286,8 @@ class Simulator:
     ) -> None:
         """Reads the results that the file has.
 
-        ``prompts`` are drawn, or at most taken from a record. ``models`` loads real models, for
-        candidates that no law or record can reproduce.
+        ``prompts`` is how many are drawn, or at most taken from a record. ``models`` loads real
+        models, for candidates that no acceptance model or record can reproduce.
         """
         self._pair, self._path, self._models = pair, path, models
         self._known: dict[str, Unit] = {}

@@ -181,7 +181,7 @@ class Search:
                     self._try(best.with_size(key, value), tried)
 
     def _round(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
-        """Keeps the best; of those that are worse with 97.5 % certainty, one of each preset."""
+        """Keeps at most ``kept``: each preset's best, and those not surely worse than the best."""
         self.progress.phase(f"{len(left)} candidates on {count} prompts", len(left))
         stay: list[Candidate] = []
         for candidate in left:

@@ -8,7 +8,7 @@ from specdec.state import DecodeState, RequestState
 
 
 class Feeding(StrEnum):
-    """Which requests a step may feed to the target; the others wait for later steps.
+    """The requests whose nodes a step may submit; the others wait for later steps.
 
     ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: the open requests in as
     many groups as batches can be in flight, one per step (PP-vLLM's mini-batches). ``ITERATION``:
@@ -21,8 +21,10 @@ class Feeding(StrEnum):
 
 
 class Turns:
+    """Chooses the requests whose nodes each step of a run may submit."""
+
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """Starts a run. If the policy ``drafts_waiting``, a request is skipped until the policy has
+        """If the policy ``drafts_waiting``, a request is skipped until the policy has
         ``prepared`` it, as long as others are in flight, so that its drafting delays no other.
         """
         self._in_flight = in_flight

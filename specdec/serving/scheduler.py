@@ -17,8 +17,8 @@ class FifoScheduler(Scheduler):
     """Admits requests in the order of arrival, up to ``batch_size`` at a time.
 
     A finished request is replaced in the same step (continuous admission). No request overtakes
-    another, so a large one that waits for blocks cannot starve. Prompts are prefilled before their
-    trees are fed, the oldest first.
+    another, so a large one that waits for blocks cannot starve. A prompt is prefilled before
+    its tree is submitted, the oldest request first.
     """
 
     def __init__(

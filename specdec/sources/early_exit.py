@@ -31,8 +31,8 @@ class ExitSource(ModelSource):
 
     With ``executor=early_exit`` (``make_first_stage``) expanded nodes are computed at once: draft,
     then verify. With ``executor=pipeline`` proposals arrive in ``Output.exits`` when a submitted
-    node has passed the exit layer, and the node has count 0 until then: verify while drafting (PPSD
-    4.2).
+    node has passed the exit layer, and the node has no candidates until then: verify while drafting
+    (PPSD 4.2).
 
     Args:
         make_first_stage: builds the target's first layers with heads after the given layers, shared
@@ -95,7 +95,7 @@ class ExitSource(ModelSource):
             book.close(request_id)
 
     def _read(self, state: DecodeState, nodes: Nodes, k: int, at: int = 0) -> Candidates:
-        """Returns candidates of exit number ``at``; count 0 for nodes that have not passed it."""
+        """Returns candidates of exit number ``at``; none for nodes that have not passed it."""
         if self._first_stage is None:
             return self._books[at].recall(nodes, k)
         known, logits = self._first_stage.logits(state, nodes, at)

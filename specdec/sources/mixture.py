@@ -99,7 +99,7 @@ class _Member(WrappedSource):
 def _sampled(
     state: DecodeState, nodes: Nodes, proposals: Sequence[Candidates], weights: FloatArray, k: int
 ) -> Candidates:
-    """Samples candidates from the exact mixture; count 0 for nodes without any proposal."""
+    """Samples candidates from the exact mixture; none for nodes without any proposal."""
     given = [(i, c.probs) for i, c in enumerate(proposals) if c.probs is not None]
     if not given:
         return Candidates.empty(len(nodes))

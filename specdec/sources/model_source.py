@@ -130,7 +130,7 @@ class ModelSource(TokenSource):
         return logits
 
     def _proposed_logits(self, logits: Tensor) -> Tensor:
-        """Selects the columns of logits [W, U] of the tokens that the source can propose."""
+        """Selects of logits [W, U] the columns of tokens that the source can propose; here all."""
         return logits
 
     def _count(self, num_rows: int, num_catch_up: int = 0) -> None:
@@ -168,7 +168,8 @@ class CachedModelSource(ModelSource):
 
     One ``expand`` is one packed pass over the nodes of all requests and their ancestors that are
     not in the caches, preceded by the committed tokens that are missing. Nodes for which
-    ``_can_expand`` is false get count 0. A commit moves accepted entries into the cache's prefix.
+    ``_can_expand`` is false get no candidates. A commit moves accepted entries into the cache's
+    prefix.
 
     Args:
         runner: has ``new_cache``, ``forward`` and ``max_positions``.
@@ -363,7 +364,7 @@ def near_draw(
 class DraftModelSource(CachedModelSource):
     """Proposes the most probable, or sampled, next tokens of a draft or middle model.
 
-    The model has its own KV cache. Nodes beyond its maximum position get count 0.
+    The model has its own KV cache. Nodes beyond its maximum position get no candidates.
 
     Args:
         runner: runs all layers of the model; or a function from name to runner.

@@ -19,7 +19,7 @@ class RandomSource(TokenSource):
     Args:
         sample: sample candidates from a random distribution and return it (for rejection
             verifiers).
-        silence: fraction of nodes with count 0.
+        silence: fraction of nodes without candidates.
     """
 
     @validated

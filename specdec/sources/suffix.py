@@ -361,7 +361,7 @@ def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -
 class PromptLookupSource(TokenSource):
     """Proposes what followed earlier occurrences of the last tokens in prompt and output.
 
-    It needs no model and no corpus. Nodes without a match of ``min_match`` tokens get count 0.
+    It needs no model and no corpus. Nodes without a match of ``min_match`` tokens get none.
 
     Args:
         min_match: minimum number of matching tokens.

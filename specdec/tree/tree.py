@@ -151,7 +151,7 @@ class TokenTree:
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
         """Stores the candidates of W nodes, which are ``rows`` of them, and marks the nodes as
-        expanded; count 0 leaves a node unexpanded.
+        expanded; a node without candidates stays unexpanded.
         """
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]

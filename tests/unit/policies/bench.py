@@ -1,13 +1,13 @@
-"""Brute force over the table model of ``specdec.certify.contracts``, and events of a target."""
+"""Brute force over the table model of ``specdec.testing.contracts``, and events of a target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from specdec.certify.contracts import Context, Selection, TableSource, table_children, tree_contexts
-from specdec.certify.contracts import run_policy as run
 from specdec.interfaces import Events
+from specdec.testing.contracts import Context, Selection, TableSource, table_children, tree_contexts
+from specdec.testing.contracts import run_policy as run
 from tests.states import new_request, new_state
 
 __all__ = [

@@ -6,11 +6,11 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from specdec.certify.contracts import commit, expand, open_request
 from specdec.clocks.meter import Meter
 from specdec.models.execution import Execution
 from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
+from specdec.testing.contracts import commit, expand, open_request
 from tests.states import new_request, new_state
 
 __all__ = [

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.certify.contracts import random_path
 from specdec.policies import BestFirst, Chain, Static
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import (
@@ -17,6 +16,7 @@ from specdec.sources import (
     PromptLookupSource,
     RandomSource,
 )
+from specdec.testing.contracts import random_path
 from strategies.staged import StagedSource
 
 from .support import (

@@ -22,13 +22,13 @@ from specdec.api import verify as certify_overrides
 from specdec.certify import CHECKS, Check, Report
 from specdec.certify.cases import Case, ending_cases, parity_cases
 from specdec.certify.certify import certify
-from specdec.certify.contracts import check_executor, check_policy, check_source
 from specdec.certify.invariants import Fresh, Watch
 from specdec.certify.laws import FALSE_ALARM, OPPOSED_TABLE, TARGET_TABLE, log_evidence
 from specdec.certify.oracle import Oracle, plain_decode, reference_probs, reference_token
 from specdec.certify.subject import Decoded, Subject, decode_cases, decode_steps
 from specdec.compose.workbench import Parts, Workbench
 from specdec.pairs import ModelPair, RandomPair, TablePair
+from specdec.testing.contracts import check_executor, check_policy, check_source
 
 __all__ = [
     "CHECKS",
