@@ -47,7 +47,7 @@ class Server(ThreadingHTTPServer):
         self.miscount = options.get("miscount", 0)
         self.reason = options.get("reason", "stop" if tokens[-1] == EOS else "length")
         self.num_requests = 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self):
