@@ -22,8 +22,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
-# Test processes; each computes with one thread, and one of them often waits for ranks.
-TEST_JOBS ?= 3
+# Test processes; each computes with one thread.
+TEST_JOBS ?= 2
 
 # One folder per revision of the code, so that a second `make demo` shows the results it has; with
 # uncommitted changes every run gets a folder of its own.
