@@ -59,7 +59,7 @@ class Step:
     """The tokens decided in one step of the loop.
 
     Attributes:
-        tokens: at least one.
+        tokens: ids of the step's tokens, at least one.
         origins: for each token the index of the source that proposed it; -1 for none.
         text: decoded text; a character appears in the step that decides its last byte. Empty for
             pairs without a tokenizer.
@@ -74,7 +74,7 @@ class Step:
 
 
 OnStep = Callable[[Step], bool | None]
-"""Called with each step; returning False cancels the request."""
+"""A function that is called with each step; if it returns False, the request is cancelled."""
 
 
 class _Progress:
@@ -84,7 +84,7 @@ class _Progress:
         self._text = ""
 
     def step(self, request: RequestState) -> Step | None:
-        """Returns None if there are no new tokens, as while a pipeline fills."""
+        """Returns the request's new tokens; None if there are none, as while a pipeline fills."""
         first, self._num_tokens = self._num_tokens, len(request.output)
         if first == self._num_tokens:
             return None
@@ -110,8 +110,8 @@ class Decoder:
             for step in decoder.stream("def fib(n):"):
                 print(step.text, end="")
 
-    Models stay loaded, and ranks of a distributed pipeline running, until ``close``. A cancelled
-    request releases its caches and work in flight like any other.
+    Models stay loaded, and ranks of a distributed pipeline stay running, until ``close``. A
+    cancelled request releases its caches and its work in flight, as a finished one does.
     """
 
     def __init__(
@@ -177,17 +177,17 @@ class Decoder:
         Args:
             prompt: text or token ids, or a list of prompts, of which ``batch_size=`` are decoded at
                 a time.
-            prompt_id: id of the prompt, which keys its random draws together with ``seed=``; of a
-                list of prompts, the id of the first one, and the others have the following ids.
+            prompt_id: id of the prompt, on which its random numbers depend together with ``seed=``;
+                for a list, the first prompt's id, and further prompts have the following ids.
             chat: apply the model's chat template to the text, as the user's message.
-            on_step: called with each step; returning False cancels its request.
+            on_step: called with each step; if it returns False, the step's request is cancelled.
 
         Returns:
             One generation per prompt, in their order; for a single prompt the generation itself.
 
         Raises:
-            UserError: a prompt that is empty or too long, text without a tokenizer, a decoder that
-                is already decoding, or one in which a step was interrupted.
+            UserError: a prompt is empty, too long, or text although there is no tokenizer; or the
+                decoder is decoding already, or an earlier call was interrupted within a step.
         """
         several = isinstance(prompt, list | tuple) and any(map(_is_prompt, prompt))
         given: Any = prompt if several else [prompt]
@@ -446,7 +446,7 @@ def compare(
         overrides: as on the command line, ``repeats=`` among them.
         config_dirs: further configuration trees (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: folder for the result files, where a comparison is resumed; None: none are kept.
+        output_dir: folder of the result files, which the same call resumes; None: none are kept.
     """
     if isinstance(strategies, str) or isinstance(overrides, str):
         raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")

@@ -1,8 +1,8 @@
 """Moves data between host and device, and stores rows of probabilities [A, V] in a compact form.
 
 With a vocabulary of 128k, a row of float64 takes a megabyte. Verifiers that support
-``SupportProbs`` work on the tokens of positive probability; it converts to a dense array wherever
-numpy expects one.
+``SupportProbs`` read only the tokens of positive probability; numpy functions convert a
+``SupportProbs`` to a dense array.
 
 Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
 """
@@ -33,7 +33,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupportProbs:
-    """Normalised probabilities on the host; only those that are positive are stored."""
+    """Rows of normalised probabilities on the host, of which only the positive ones are stored."""
 
     # int64[A, S], or [S] for a single row: token ids, increasing up to the padding
     ids: npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def on_host(probs: Probs) -> _Array:
 
 
 def concatenate(parts: Sequence[Probs]) -> _Array | SupportProbs:
-    """Concatenates rows; the result is dense unless all parts are ``SupportProbs``."""
+    """Concatenates rows; dense unless all are ``SupportProbs`` of the same vocabulary size."""
     supports = [part for part in parts if isinstance(part, SupportProbs)]
     if len(supports) < len(parts) or len({part.vocab_size for part in supports}) != 1:
         return np.concatenate([on_host(part) for part in parts])

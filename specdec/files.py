@@ -51,8 +51,8 @@ def write_json(path: str | Path, value: Any) -> Path:
 
 
 def plain(value: Any) -> Any:
-    """Converts numpy scalars and arrays, enums, paths, sets and tuples to JSON types; NaN and
-    infinity are a ValueError, since undefined metrics must be None.
+    """Converts numpy scalars and arrays, enums, paths, sets and tuples to JSON types; raises
+    ValueError for NaN and infinity, since undefined metrics must be None.
     """
     if isinstance(value, Enum):
         return plain(value.value)
@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(config: Any, prefix: str = "", *, whole: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the values of nested mappings by dotted key; those of keys in ``whole`` stay."""
+    """Returns the values of nested mappings by dotted key; keys in ``whole`` are not flattened."""
     if not isinstance(config, dict) or not config or prefix.rpartition(".")[2] in whole:
         return {prefix: config} if prefix else {}
     flat: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def flatten(config: Any, prefix: str = "", *, whole: Collection[str] = ()) -> di
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; a ValueError says where the text is no JSON or UTF-8, or too deeply nested."""
+    """Parses JSON; raises a ValueError that says why, and where, the text cannot be parsed."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
@@ -140,8 +140,8 @@ def is_full(error: BaseException) -> bool:
 class ArchiveFormat:
     """An archive of arrays (``.npz`` without pickled objects) whose ``head`` is a JSON object.
 
-    ``missing``, ``other`` and ``again`` are remedies: for a file that does not exist, for one that
-    is not ``what``, and for one of another version or with damage.
+    Error messages call such a file ``what``. They end with a remedy: ``missing`` if there is no
+    file, ``other`` if it is not ``what``, ``again`` if its version differs or it is damaged.
     """
 
     name: str
@@ -159,7 +159,7 @@ class ArchiveFormat:
         return write_bytes(path, stream.getvalue())
 
     def read(self, path: str | Path, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns head and arrays; raises ``UserError`` with ``where``, the key and its value."""
+        """Returns head and arrays; in ``UserError`` messages ``where`` names the file."""
         try:
             with np.load(Path(path).expanduser(), allow_pickle=False) as file:
                 head = parse_json(str(file["head"]))

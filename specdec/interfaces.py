@@ -64,9 +64,9 @@ class _Part:
         """Prepares for a request that has been admitted."""
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Updates caches and what is in flight; called at the end of every step, after
-        ``DecodeState.commit``. A source is also called without commits when exits or hidden states
-        arrive within a step.
+        """Applies commits to caches and to work in flight; called at the end of every step, after
+        ``DecodeState.commit``. When exits or hidden states arrive within a step, a source is also
+        called, without commits.
         """
 
     def close(self, request_id: int) -> None:
@@ -83,11 +83,11 @@ class TokenSource(_Part, ABC):
     """
 
     needs: Needs = Needs()
-    """What it reads from the target's answers and from other parts. Default: nothing."""
+    """Inputs that the source requires from the target's answers and other parts. Default: none."""
     vocab_size: int | None = None
     """Vocabulary size, which must equal the target's. Default: None, for any vocabulary."""
     gives_probs: bool = False
-    """Whether candidates are sampled and come with ``Candidates.probs`` (rejection verifiers)."""
+    """Whether candidates are sampled and have ``probs``, which rejection verifiers need."""
     asynchronous: bool = False
     """Whether passes run in the background."""
     caveat: str = ""
@@ -95,7 +95,7 @@ class TokenSource(_Part, ABC):
     model: str = "draft"
     """Name of the model whose weights a pass reads, for the theoretical memory traffic."""
     members: Sequence[TokenSource] = ()
-    """The sources inside, for policies that choose one per request (``policies.Adaptive``)."""
+    """The combined sources, for policies that choose one per request (``policies.Adaptive``)."""
 
     @cached_property
     def counters(self) -> SourceCounters:
@@ -109,11 +109,11 @@ class TokenSource(_Part, ABC):
 
     @property
     def pass_bytes(self) -> int | None:
-        """Bytes of weights that one pass reads. Default: None, for those of ``model``."""
+        """Bytes of weights that one pass reads. Default: None, which means all of ``model``."""
         return None
 
     def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
-        """Returns the theoretical speed-up over plain decoding, reported as ``speedup_law``."""
+        """Returns the formula of the speed-up (metric ``speedup_law``); None if there is none."""
         return None
 
     @abstractmethod
@@ -122,9 +122,9 @@ class TokenSource(_Part, ABC):
         a proposal (yet) has ``counts`` 0.
 
         Called once per live node: the caller stores the result in the tree
-        (``TokenTree.set_candidates``). The nodes may be any of live trees, whether or not their
-        ancestors have been expanded. A source whose cache lacks committed tokens computes them here
-        and counts those rows.
+        (``TokenTree.set_candidates``). The nodes may be any nodes of live trees, whether or not
+        their ancestors have been expanded. If the source's cache lacks committed tokens, it
+        computes and counts their rows here.
         """
 
     def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
@@ -144,7 +144,7 @@ class TokenSource(_Part, ABC):
 
 
 class Events(ABC):
-    """Draft passes and arrivals while the target works; passed to ``TreePolicy.overlap``."""
+    """Starts draft passes and reports events while the target works; see ``TreePolicy.overlap``."""
 
     running: list[Ticket]
     """Draft passes in flight, in the order in which they began."""
@@ -156,7 +156,7 @@ class Events(ABC):
         pass before this returns.
 
         ``level`` is the model's index in a source of several (``sources.ModelChain``). Candidates
-        of level 0 are stored in the trees; others come with their event.
+        of level 0 are stored in the trees; those of other levels come in ``Event.candidates``.
         """
 
     @abstractmethod
@@ -165,17 +165,17 @@ class Events(ABC):
 
     @abstractmethod
     def next(self) -> Event:
-        """Waits for the next event: on a simulated or paced clock for the earliest planned, on a
-        measured one for the first that happens.
+        """Waits for the next event and returns it: on a simulated or paced clock the one planned
+        first, on a measured clock the first that happens.
 
-        Among those that have happened, draft passes come first, then early arrivals, then the
-        target, whose event returns at every call until the step ends.
+        If several have happened, ends of draft passes come first, then early exits and hidden
+        states, then the target's event, which every further call returns until the step ends.
         """
 
     @abstractmethod
     def next_draft(self) -> Event:
-        """Waits for the next end of a draft pass and leaves other events for ``next``. For policies
-        whose target is idle until the draft has a token.
+        """Waits for the next end of a draft pass and leaves other events for ``next``. Used while
+        the target is idle until the draft has a token.
         """
 
 
@@ -183,11 +183,11 @@ class TreePolicy(_Part, ABC):
     """Decides which nodes to propose, keep and verify."""
 
     value_dependent: bool = True
-    """Whether the choice of a node's children depends on the candidates' probabilities. This would
-    bias rejection sampling, so the two cannot be combined."""
+    """Whether the choice of a node's children depends on the candidates' probabilities. Such a
+    policy would bias rejection sampling and is refused with a rejection verifier."""
     serial: bool = True
-    """Whether nodes of a request are submitted only when all its submitted ones are answered. A
-    policy that submits nodes at every step must set False: turns and ``hit_rate`` depend on it."""
+    """Whether a request's nodes are submitted only after all its earlier ones were answered. A
+    policy that submits nodes at every step must set False: scheduling and metrics depend on it."""
     asynchronous: bool = False
     """Whether the policy drafts in ``overlap``, while the target is busy."""
     levels_per_step: int | None = None
@@ -195,17 +195,17 @@ class TreePolicy(_Part, ABC):
     follows_exits: bool = False
     """Whether the policy waits for ``Output.exits`` before it continues below a node (PPSD)."""
     time_dependent: bool = False
-    """Whether a tree's contents when an answer arrives depend on the duration of passes. Rejection
-    verifiers, whose output for a seed would depend on it too, cannot be combined with this."""
+    """Whether a tree's contents when an answer arrives depend on the duration of passes. Such a
+    policy is refused with a rejection verifier, whose output would then depend on it too."""
     drafts_waiting: bool = False
-    """Whether the policy drafts for requests that wait for their turn; see ``prepared``."""
+    """Whether the policy drafts also for requests that may not submit nodes in this step."""
     chain_length: int | None = None
-    """Draft tokens per verdict if the policy drafts chains, for the speed-up law of early exits."""
+    """Number of draft tokens per verification if the policy drafts chains; else None."""
 
     def max_cached_nodes(self, in_flight: int) -> int | None:
-        """Returns the largest number of nodes of one request in the target's cache, root included,
-        with ``in_flight`` batches: submitted nodes that are neither retired nor pruned. A paged
-        cache reserves room for them when it admits a request, and refuses None.
+        """Returns how many nodes of one request, root included, the target's cache has at most with
+        ``in_flight`` unanswered batches. A paged cache reserves room for that many when a request
+        is admitted, and refuses a policy that returns None.
         """
         return None
 
@@ -213,8 +213,8 @@ class TreePolicy(_Part, ABC):
     def select(self, state: DecodeState, source: TokenSource) -> Nodes:
         """Chooses nodes to verify now, in topological order per request; may grow the trees.
 
-        Returns no nodes of a request whose root waits for its prefill, and a ``serial`` policy none
-        of a request whose answers are awaited.
+        It must not return nodes of a request whose prompt is not yet prefilled. A ``serial`` policy
+        must not return nodes of a request with unanswered nodes either.
         """
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
@@ -228,7 +228,7 @@ class TreePolicy(_Part, ABC):
         return False
 
     def prepared(self, request: RequestState) -> bool:
-        """Returns whether the request's tree has been drafted; see ``drafts_waiting``."""
+        """Returns whether the request's tree has been drafted; read if ``drafts_waiting``."""
         return True
 
     def notes(self) -> Sequence[str]:
@@ -245,12 +245,12 @@ class TreePolicy(_Part, ABC):
 class Executor(_Part, ABC):
     """Runs the target: an asynchronous verification service, with or without a fixed latency.
 
-    A class that ``executor._target_`` names is created in two phases: ``plan`` derives what sources
-    and policies need to know, such as the latency; ``build`` loads the models when these are known.
+    A class that ``executor._target_`` names is created in two phases: ``plan`` computes what
+    policies and sources depend on, such as the latency; ``build`` loads the models after these.
     """
 
     options: type[Any] | None = None
-    """Dataclass of the configuration node's keys. Default: None (the parameters of ``plan``)."""
+    """Dataclass whose fields are the node's keys. None: the parameters of ``plan`` are the keys."""
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
@@ -283,13 +283,13 @@ class Executor(_Part, ABC):
     in_flight: int = 1
     """Largest number of unanswered batches; equals the latency if there is one."""
     hidden: tuple[HiddenName, ...] = ()
-    """Hidden states that answers contain. Parts that need others are refused."""
+    """Hidden states that answers contain; sources that need other ones are refused."""
     early_hidden: tuple[HiddenName, ...] = ()
-    """Hidden states that outputs contain before the answers."""
+    """Hidden states that are delivered before the answers, in ``Output.early``."""
     can_poll: bool = False
-    """Whether ``poll`` may return something."""
+    """Whether ``poll`` may return an output instead of None."""
     distributed: bool = False
-    """Whether it runs in other processes, whose counts ``reports`` returns."""
+    """Whether the target runs in other processes, whose counts ``reports`` returns."""
 
     @cached_property
     def counters(self) -> ExecutorCounters:
@@ -325,7 +325,7 @@ class Executor(_Part, ABC):
         return None
 
     def poll(self) -> Output | None:
-        """Returns exits and early hidden states that have arrived within the step, each once."""
+        """Returns exits and early hidden states that arrived in this step, each once; or None."""
         return None
 
     def set_wakeup(self, event: threading.Event) -> bool:
@@ -338,7 +338,7 @@ class Executor(_Part, ABC):
         """Releases processes and memory; called once, also after an error."""
 
     def reports(self) -> Sequence[dict[str, Any]]:
-        """Returns clock report, rows computed and bytes sent of each other process."""
+        """Returns, for each other process, its clock's report, rows computed and bytes sent."""
         return ()
 
     def draft_reports(self) -> Sequence[dict[str, Any]]:
@@ -352,12 +352,12 @@ class Executor(_Part, ABC):
 
     @property
     def pids(self) -> Sequence[int] | None:
-        """Ids of its other processes; None if another launcher has started them."""
+        """Ids of the executor's other processes; None if another launcher has started them."""
         return ()
 
     @property
     def stage_of_rank(self) -> Mapping[int, int] | None:
-        """Clock rank -> number of its stage from 1, for traces; None without stages."""
+        """Maps a clock rank to its stage's number from 1, for traces; None without stages."""
         return None
 
 
@@ -365,16 +365,16 @@ class Verifier(ABC):
     """Turns the target's answers into accepted paths."""
 
     needs: Needs = Needs()
-    """What answers and candidates must contain."""
+    """Data that answers and candidates must contain for this verifier."""
     lossless: Lossless = Lossless.LOSSY
-    """What it guarantees; printed in tables and by ``specdec verify``."""
+    """The verifier's guarantee; printed in tables and by ``specdec verify``."""
 
     @abstractmethod
     def verify(self, state: DecodeState, requests: Sequence[RequestState]) -> list[Verdict]:
-        """Returns one verdict per request; the roots of all of them have been answered.
+        """Returns one verdict per request of ``requests``, whose roots have all been answered.
 
-        It follows the answers in the trees (``TokenTree.answers``, ``target_probs``, ``hidden``)
-        from the root as far as nodes have been answered; the next step continues.
+        A verdict follows the target's tokens in the tree (``TokenTree.answers``, ``target_probs``,
+        ``hidden``) from the root to the last answered node; the next step's verdict continues.
         """
 
 
@@ -389,16 +389,16 @@ class Scheduler(ABC):
         """Begins a step; returns False when no request is left.
 
         Closes finished requests: calls ``close`` of each part and ``on_finish``, and removes them
-        from ``state.requests``. Admits waiting ones: sets ``request.admitted_s``, adds them there
-        and calls ``open`` of each part. Sets ``state.turn``: ids of the requests whose nodes may be
-        submitted in this step, None for all. If no request is open and none has arrived yet, waits
-        for the next arrival (``state.clock.wait_until``).
+        from ``state.requests``. Admits waiting requests: sets ``request.admitted_s``, adds them to
+        ``state.requests`` and calls ``open`` of each part. Sets ``state.turn``: ids of the requests
+        whose nodes may be submitted in this step, None for all. If no request is open and none has
+        arrived yet, waits for the next arrival (``state.clock.wait_until``).
         """
 
     @abstractmethod
     def merge(self, nodes: Nodes) -> Batch:
-        """Returns the step's batch: ``nodes``, marked as submitted, and chunks of prompt tokens
-        (all but the last). Advances ``request.prefill_sent`` and counts ``state.load``.
+        """Marks ``nodes`` as submitted and returns the step's batch: these nodes, and chunks of
+        prompt tokens to prefill. Advances ``request.prefill_sent`` and updates ``state.load``.
         """
 
 
@@ -408,8 +408,8 @@ class Logger(ABC):
     """
 
     def check(self) -> None:  # noqa: B027  # nothing to check is the usual case
-        """Raises ``UserError``, before anything is decoded, if logging cannot work, as without
-        credentials.
+        """Raises ``UserError`` if logging cannot work, for example without credentials; called
+        before anything is decoded.
         """
 
     @abstractmethod

@@ -11,10 +11,10 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the functions ``__getattr__`` and ``__dir__`` for the package of this ``__name__``.
+    """Returns the functions ``__getattr__`` and ``__dir__`` for the package named ``package``.
 
-    The exports are the imports under ``if TYPE_CHECKING`` in its ``__init__.py``: type checkers and
-    readers see ordinary imports, and a program loads only the modules of the names that it uses.
+    They export what the package's ``__init__.py`` imports under ``if TYPE_CHECKING``: type checkers
+    and readers see ordinary imports, and a program loads only modules of names that it uses.
     """
     module = sys.modules[package]
     modules: dict[str, str] = {}  # exported name -> module that defines it

@@ -37,7 +37,7 @@ _MAX_IDLE_STEPS = 10_000  # far beyond any pipeline's latency; stops an endless 
 _ROOT = np.zeros(1, np.int64)  # slots of the path to the root
 
 TARGET_ORIGIN = -1
-"""Origin of an emitted token that no source proposed (correction token, bonus token or miss)."""
+"""Origin of an emitted token that no source proposed, such as a correction or bonus token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,11 @@ class RequestState:
     Attributes:
         tree: the token tree; its root is the last committed token.
         output: emitted tokens.
-        output_origins: for each, the index of the source that proposed it, or ``TARGET_ORIGIN``.
-        emitted_s: time of each, in seconds of the run's clock.
-        finish_reason: see ``StopRules.reason``, or "cancelled"; None while it is not complete.
-        prefill_sent: prompt tokens submitted to the target so far.
-        max_cached: entries that the target's caches reserve: prompt, output and nodes of the tree.
+        output_origins: index of the source that proposed each output token, or ``TARGET_ORIGIN``.
+        emitted_s: time of each output token, in seconds of the run's clock.
+        finish_reason: "eos", "stop_string", "length" or "cancelled"; None until then.
+        prefill_sent: number of prompt tokens submitted to the target so far.
+        max_cached: entries that each cache of the target reserves for prompt, output and tree.
         last_kind: kind of the last commit; None before the first.
     """
 
@@ -106,8 +106,8 @@ class RequestState:
         sampling: SamplingParams,
         arrival_s: float = 0.0,
     ) -> None:
-        """Creates the request with a tree that has only the root, the last token of ``prompt``
-        (int64[T], T >= 1); its random draws depend on ``request_id``.
+        """Creates a request whose tree has only the root, the last token of ``prompt`` (int64[T],
+        T >= 1). The request's random numbers depend on ``request_id``.
         """
         if not len(prompt):
             raise ValueError(
@@ -191,7 +191,7 @@ class Load:
 
 
 class DecodeState:
-    """The live requests of a run with its step counter, keyed draws, clock and meter.
+    """The live requests of a run, with its step counter, random numbers, clock and meter.
 
     Attributes:
         turn: ids of the requests whose nodes may be submitted in this step; None: all. The
@@ -214,8 +214,8 @@ class DecodeState:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Attributes all work of the controller inside the block to drafting: layers and heads of
-        the target draft, too (early exits, Medusa).
+        """Counts all work of the controller inside the block as draft work, also that of layers and
+        heads of the target (early exits, Medusa).
         """
         self.clock.drafting = self.meter.drafting = True
         try:
@@ -263,8 +263,8 @@ class DecodeState:
         return [request for request in self.requests.values() if request.tree.answered[0]]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
-        """Emits tokens, moves the roots, updates counters and ends the step; RuntimeError: 10,000
-        consecutive steps without any verdict or prefill.
+        """Emits tokens, moves the roots, updates counters and ends the step. Raises RuntimeError
+        after 10,000 consecutive steps without a verdict or prefill.
         """
         live = self.requests.values()
         if len(verdicts) < len(live):
@@ -343,7 +343,7 @@ def _count_idle(request: RequestState) -> None:
 
 
 def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
-    """Packs selected nodes as the rows of a target batch, without prefill."""
+    """Returns a target batch whose rows are the given nodes, without prefill chunks."""
     trees = []
     for request_id, ids in nodes.items:
         request = state.requests[request_id]
@@ -352,7 +352,7 @@ def batch_of(state: DecodeState, nodes: Nodes) -> Batch:
 
 
 def tree_rows(request: RequestState, slots: IntArray) -> TreeRows:
-    """Packs nodes of a request's tree (``slots`` int64[W]) as rows of a target batch."""
+    """Returns nodes of a request's tree (``slots`` int64[W]) as rows of a target batch."""
     return TreeRows(
         request=request.id,
         prefix_len=request.prefix_len,

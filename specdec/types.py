@@ -1,7 +1,7 @@
 """The data that the parts of a strategy exchange, in the order of a decoding step.
 
-What the controller owns (trees, candidates, commits) is numpy: the arrays are small, and at these
-sizes a numpy call costs a fifth of a torch call. Model values (logits, hidden states) are torch.
+Trees, candidates and commits are numpy arrays: they are small, and at these sizes a numpy call
+costs a fifth of a torch call. Model values (logits, hidden states) are torch tensors.
 
 Shape letters: W nodes, A answered nodes, D accepted nodes or nodes of the longest path, M kept
 nodes, K candidates per node, V vocabulary, T tokens, E hidden size.
@@ -28,15 +28,15 @@ NO_NODE = -1
 """The parent id of a root, and the id or slot of a node that does not exist."""
 
 NO_TOKEN = -1
-"""In ``Answers.tokens``: the node is not on the target's path, so its answer is not needed."""
+"""Value in ``Answers.tokens`` for a node off the target's path, whose next token is not needed."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes of one or more requests. Per-node results are *packed*: a row per node, in the order of
-    ``items``.
+    """Node ids of one or more requests. Results have one row per node, in the order of ``items``
+    (*packed order*).
 
     Attributes:
         items: (request id, node ids int64[W_r]) per request, each at most once.
@@ -48,7 +48,7 @@ class Nodes:
         return sum([len(ids) for _, ids in self.items])
 
     def packed(self) -> Iterator[tuple[int, IntArray, slice]]:
-        """Yields (request id, node ids int64[W_r], slice of its packed rows) per request."""
+        """Yields for each request: id, node ids int64[W_r], and the slice of its packed rows."""
         start = 0
         for request_id, ids in self.items:
             stop = start + len(ids)
@@ -112,8 +112,8 @@ class Candidates:
         )
 
     def spread(self, mask: BoolArray) -> Candidates:
-        """Scatters the rows to the true entries of ``mask``, bool[W]; the others get count 0 and,
-        if there are ``probs``, the uniform distribution.
+        """Returns candidates of W nodes, with this object's rows at the true entries of ``mask``,
+        bool[W]; other nodes get no candidates and, if there are ``probs``, uniform ones.
         """
         num_nodes = len(mask)
         full = Candidates.empty(num_nodes, self.tokens.shape[1])
@@ -147,7 +147,7 @@ class HiddenName(NamedTuple):
     """Identifies a hidden state of the target: the output of a layer, counted from 0.
 
     ``normed``: the state after the model's final norm, the input of the output head; only possible
-    for the last layer. Otherwise it is the residual stream, before any norm.
+    for the last layer. If False, the state is the residual stream, before any norm.
     """
 
     layer: int
@@ -156,17 +156,17 @@ class HiddenName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Inputs that a source or verifier requires from other parts; checked at composition.
+    """Inputs that a source or verifier requires from other parts; checked before decoding.
 
     Attributes:
         target_probs: the target's full distribution after sampling transforms, per answered node.
         draft_probs: the draft's full distribution per expanded node, from which candidates are
             sampled.
-        target_draws: the random draws with which the target selects its tokens (``match`` only).
-        hidden: hidden states of all rows, including prompt positions, with the row's answer.
+        target_draws: the random numbers by which the target samples its tokens (``match`` only).
+        hidden: hidden states of all rows, prompt rows included, delivered with the row's answer.
         early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
-        further_exits: layers of exits beyond the model's own (``model.exit_layer``).
+        further_exits: numbers of layers before exits besides the model's own (``exit_layer``).
         real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor knows.
         all_answers: the target's tokens after all answered nodes; else, under ``Lossless.TOKEN``,
             an executor may omit those after nodes off the target's path (``Answers.tokens``).
@@ -187,8 +187,8 @@ class Needs:
 class Placement:
     """Where a model runs: ``stages`` pipeline stages, each split over ``degree`` devices.
 
-    ``ranks`` are the clock ranks (and process ranks) of the devices in layer order, 0 the
-    controller; ``weight_bytes`` has the bytes on each.
+    ``ranks`` are the devices' ranks (of clocks and of processes) in layer order; rank 0 is the
+    controller. ``weight_bytes`` has the bytes of weights on each of these devices.
     """
 
     ranks: tuple[int, ...]
@@ -266,18 +266,18 @@ class TreeRows:
 
     @property
     def parent_ids(self) -> IntArray:
-        """int64[W]; ``NO_NODE`` for the root."""
+        """int64[W], id of each node's parent; ``NO_NODE`` for the root."""
         return self.paths[1] if len(self.paths) > 1 else np.full_like(self.tokens, NO_NODE)
 
     @property
     def depths(self) -> IntArray:
-        """int64[W], distance from the root at submission."""
+        """int64[W], distance of each node from the root at submission."""
         depths: IntArray = np.add.reduce(self.paths != NO_NODE) - 1
         return depths
 
     @property
     def positions(self) -> IntArray:
-        """int64[W], absolute positions, which no later commit changes."""
+        """int64[W], absolute position of each node in the sequence; no commit changes it."""
         return self.prefix_len + self.depths
 
     def keep(self, mask: BoolArray) -> TreeRows:
@@ -294,8 +294,8 @@ class TreeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Prompt tokens of one request from position ``start`` on, under a causal mask, without the
-    last one of the prompt, which is the first root.
+    """Consecutive prompt tokens of one request, from position ``start`` on, to prefill under a
+    causal mask. The prompt's last token is in no chunk, because it is the first tree's root.
     """
 
     request: int
@@ -307,9 +307,9 @@ class PrefillChunk:
 class Batch:
     """Rows submitted to the target in one step; an empty batch only advances the step.
 
-    A request's prefill chunk comes before its first root. ``num_tokens`` counts tree nodes and
-    prefill tokens. ``warm_up``: the batch belongs to the warm-up run, which is excluded from all
-    metrics.
+    A request's prefill chunks come before its first tree nodes. ``num_tokens`` counts tree nodes
+    and prefill tokens. ``warm_up``: the batch belongs to the warm-up run, which is excluded from
+    all metrics.
     """
 
     step: int
@@ -359,8 +359,8 @@ class EventKind(StrEnum):
 class Event:
     """Something that happened while a policy waited.
 
-    ``ticket`` is the draft pass that ended; ``candidates`` those of a level above 0 (the others are
-    in the trees).
+    ``ticket`` is the draft pass that ended, ``candidates`` its result if its level (see
+    ``Events.start``) is above 0; candidates of level 0 are stored in the trees instead.
     """
 
     kind: EventKind
@@ -427,7 +427,8 @@ class Output:
     """The results of an executor in one step.
 
     Attributes:
-        answers: those that arrived in this step, possibly of earlier batches; several per request.
+        answers: answers that arrived in this step, also those to earlier batches; a request may
+            have several.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.
         prompts: hidden states of prefill chunks: ``Needs.hidden`` of chunks that left the target,
             and ``Needs.early_hidden`` of those that passed the layer, as separate entries.
@@ -447,9 +448,8 @@ class Verdict:
 
     Attributes:
         accepted_ids: int64[D], the accepted path below the root, all of it answered.
-        next_token: the correction or bonus token or, one level per step, the target's answer.
-        num_verified: draft tokens tested: the accepted ones, and the children of the path's last
-            node.
+        next_token: the correction or bonus token; with one level per step, the root's next token.
+        num_verified: number of draft tokens tested: accepted ones and the last node's children.
     """
 
     request: int

@@ -1,7 +1,7 @@
 """Block drafters: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147), as chains and as trees.
 
-The drafter's one pass gives the marginals of the next M tokens (``specdec.models.block``); DSpark's
-depend on the token before. ``policy=dflash`` drafts the most probable chain, as published, and
+One pass of the drafter gives the marginals of the next M tokens (``specdec.models.block``), in
+DSpark given the token before. ``policy=dflash`` drafts the most probable chain, as published, and
 ``policy=ddtree`` the most probable tree. DSpark's schedule of verified lengths over a batch is not
 here: ``source.confidence`` ends a draft where the confidence head expects a rejection.
 
@@ -30,9 +30,9 @@ from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, N
 
 @dataclass(slots=True)
 class _Draft:
-    """One request: features that have arrived, the context that was read, and the root's block.
+    """A request's features that have arrived, the context read from them, and the root's block.
 
-    ``rows`` are [M, E]; None until the block of the present root was computed.
+    ``rows``, [M, E], are the drafter's outputs in this block; None until it was computed.
     """
 
     features: Features
@@ -48,13 +48,13 @@ class BlockSource(ModelSource):
     keep the candidates of the older block. In a pipeline the root is the oldest node without an
     answer, so its features have arrived, and the tree is at most M deep below it. The prompt's
     features arrive after the first root was submitted, which is therefore submitted alone; with
-    sampled candidates (rejection) on every executor, so that outputs are equal.
+    sampled candidates (rejection) this is so on every executor, so that outputs are equal.
 
     Args:
-        clock: charged one pass of the draft model per block and request.
+        clock: charged as for one pass of the draft model per block and request.
         meter: counts the passes as "block".
         head: folder of a DFlash or DSpark drafter for the target; None: an untrained one.
-        untrained: kind of an untrained one.
+        untrained: kind of the untrained drafter.
         confidence: nodes get candidates while the product of the confidence head's estimates along
             their path is at least this; 0: always.
         sample: sample candidates and return their distribution, for rejection verifiers.
@@ -124,13 +124,13 @@ class BlockSource(ModelSource):
         self._drafts.pop(request_id, None)
 
     def _rows_of(self, request: RequestState, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns the row of the block that continues each node, and the nodes' tokens."""
+        """Returns, for each node, the block's row that predicts its children, and its token."""
         tree = request.tree
         slots = tree.slots(ids)
         return tree.positions[slots] - tree.positions[0], tree.tokens[slots]
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W], after computing the block of the request's root if it can be."""
+        """Returns bool[W]: which nodes can be expanded; computes the root's block if it can be."""
         draft, root = self._drafts[request.id], request.prefix_len
         if not 0 < root <= draft.features.known or (self.gives_probs and not request.output):
             return np.zeros(len(ids), np.bool_)
@@ -147,7 +147,7 @@ class BlockSource(ModelSource):
         return can
 
     def _survival(self, request: RequestState, ids: IntArray) -> FloatArray:
-        """Returns float64[W]: each node's product of estimates, with those of its ancestors."""
+        """Returns float64[W]: product of the confidence estimates on the path to each node."""
         rows = self._drafts[request.id].rows
         assert rows is not None
         found = []

@@ -25,17 +25,17 @@ _STREAM = 0x75  # key that separates these draws from other uses of the hash
 @validated
 @dataclass(eq=False, kw_only=True)
 class ThompsonChain(TreePolicy):
-    """Submits a chain whose length is drawn from the acceptance so far (Thompson sampling).
+    """Submits chains whose length is sampled by the acceptance rate so far (Thompson sampling).
 
     EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft another token or stop" as a
     two-armed bandit. The posterior of a request's acceptance rate is Beta(1 + accepted, 1 +
-    rejected). Before each draft token a rate is sampled from it, and a Bernoulli draw with that
-    rate decides whether the chain continues. Neither depends on the candidates, so rejection
-    verifiers stay unbiased.
+    rejected). Before each draft token a rate is sampled from the posterior, and a Bernoulli trial
+    with that rate decides whether the chain continues. Neither depends on the candidates, so
+    rejection verifiers stay unbiased.
 
     Args:
         max_gamma: maximum number of draft tokens per target pass; the minimum is 1.
-        seed: key of the controller's draws, which are independent of the tokens' draws.
+        seed: seed of the controller's random numbers, which are independent of the tokens'.
     """
 
     value_dependent = False

@@ -52,10 +52,10 @@ class _DraftRound:
 class FlowSpec(TreePolicy):
     """Submits the best nodes of a tree to a pipeline in segments, and grows it after every commit.
 
-    A draft of L levels expands the ``width`` best nodes of each level from the root down; expanded
-    nodes cost no draft pass. Of all nodes and candidates the best by cumulative probability are
-    then *chosen*; earlier choices stay. ``select`` submits the best chosen nodes that were not
-    submitted, so a parent is never later than its child.
+    A draft of L levels expands the ``width`` best nodes of each level from the root down; nodes
+    that were expanded before cost no draft pass. Of all nodes and candidates the best by cumulative
+    probability are then *chosen*; earlier choices stay. ``select`` submits the best chosen nodes
+    that were not submitted, so a parent is never submitted after its child.
 
     Args:
         nodes: number of nodes of a round's first tree, including the root.
@@ -64,7 +64,7 @@ class FlowSpec(TreePolicy):
         children: candidates per expanded node.
         depth: levels expanded below the root.
         grown_nodes: number of nodes of the tree that is grown at each new root.
-        grown_segment: nodes per step after the round's first commit. Default: all that wait.
+        grown_segment: nodes per step after the round's first commit. Default: all chosen.
         idle_depth: further levels in a step without a commit.
     """
 

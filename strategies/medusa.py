@@ -45,7 +45,7 @@ from specdec.verifiers.walk import follow_children
 
 @dataclass(slots=True)
 class _Last:
-    """The hidden state [E] that a request's heads read, at position t.
+    """The hidden state [E] that the heads read for a request, and its ``position``.
 
     Attributes:
         logits: head -> [V], of the heads computed so far.
@@ -60,18 +60,18 @@ class MedusaSource(ModelSource):
     """Proposes the candidates of heads on the target's last hidden state (Medusa, section 2.1).
 
     The hidden state is that of the last committed token before the root, at position t. The target
-    itself has drawn the root, token t + 1, from it; head k predicts token t + 1 + k. So a node at
-    position q gets its candidates from head q - t, whatever its parent: all nodes of a depth have
-    the same ones. A commit moves t to the last retired node; nodes that were expanded before keep
-    the candidates of the older hidden state.
+    itself has sampled the root, token t + 1, from this state; head k predicts token t + 1 + k. So a
+    node at position q gets its candidates from head q - t, whatever its parent: all nodes of a
+    depth have the same ones. A commit moves t to the last retired node; nodes that were expanded
+    before keep the candidates of the older hidden state.
 
     In a pipeline a prompt's hidden state leaves the last stage after the first root was submitted,
     which is therefore submitted alone. With sampled candidates (rejection) the first root is
     submitted alone on every executor, so that outputs are equal.
 
     Args:
-        clock: charged one output head per pass of a head. The cost of the head's square matrix, E /
-            V of an output head, is ignored.
+        clock: charged as for one output head per pass of a head. The cost of the head's square
+            matrix, E / V of an output head, is ignored.
         meter: counts the passes as "medusa".
         heads: number of heads, which is the number of tokens predicted after the root.
         temperature: of the heads' distributions whose products rank nodes; sampled candidates

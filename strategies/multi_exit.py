@@ -1,7 +1,7 @@
 """Several exits of the target, one chosen for each token (PPSD, arXiv 2509.19368, B.3).
 
 PPSD names this as future work without a rule; ours is in ``MultiExitSource``. With ``gamma`` the
-drafts are verified afterwards (EESD), without it while drafting (PPSD).
+drafts are verified afterwards (EESD), without ``gamma`` while drafting (PPSD).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ class MultiExitSource(ExitSource):
     """Takes each token from the first exit that no later exit is expected to improve on.
 
     PPSD B.3 names the idea without a rule; this one is ours. An exit's saving weighs its expected
-    acceptance (``ExitChances``) against its depth: by Eq. 6 in a pipeline (``ppsd_saving``), by Eq.
-    4 if drafts are verified afterwards (``eesd_saving``). The token is taken from the first exit
-    whose saving, given its own confidence, no later exit is expected to exceed.
+    acceptance (``ExitChances``) against its depth: by PPSD's Eq. 6 in a pipeline (``ppsd_saving``),
+    by Eq. 4 if drafts are verified afterwards (``eesd_saving``). The token is taken from the first
+    exit whose saving, given its own confidence, no later exit is expected to exceed.
 
     With ``executor=early_exit`` a later exit is computed only if it is chosen, from the node's
     hidden state, so no layer runs twice. With ``executor=pipeline`` choosing a later exit means
@@ -121,7 +121,7 @@ class MultiExitSource(ExitSource):
                     tops[at] = int(best[row]), min(1.0, float(sure[row]))
 
     def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
-        """Returns bool[W]: nodes for which an exit later than ``at`` is expected to be better."""
+        """Returns bool[W]: for which nodes an exit later than ``at`` is expected to be better."""
         later_is_better = []
         for request_id, ids in nodes.items:
             tops, chances = self._tops[request_id], self._chances[request_id]
@@ -198,8 +198,8 @@ def _bin(confidence: float) -> int:
 def ppsd_saving(alpha: float, exit_layer: int, num_layers: int) -> float:
     """Expected layers saved by a draft token of an exit in a pipeline: alpha (N - E).
 
-    By Eq. 6 a token costs E if it is accepted and N if not; plain decoding costs N. A rejection is
-    known at the same time for all exits, so a later exit costs more only for accepted tokens.
+    By PPSD's Eq. 6 a token costs E if accepted and N if not; plain decoding costs N. A rejection
+    takes the same time for all exits, so a later exit costs more only for accepted tokens.
     """
     return alpha * (num_layers - exit_layer)
 
@@ -207,7 +207,7 @@ def ppsd_saving(alpha: float, exit_layer: int, num_layers: int) -> float:
 def eesd_saving(alpha: float, reach: float, exit_layer: int, num_layers: int) -> float:
     """Expected layers saved by a draft token that is verified afterwards: reach alpha N - E.
 
-    By Eq. 4 a draft token costs E in any case, and an accepted one saves a target pass of N.
+    By PPSD's Eq. 4 any draft token costs E layers, and an accepted one saves a target pass of N.
     ``reach`` is the probability that all draft tokens before it are accepted, and ``alpha`` that it
     is accepted if they are.
     """

@@ -26,12 +26,12 @@ _UNPRICED = 6  # draft tokens of "auto" without a latency profile
 
 
 class Pearl(TreePolicy):
-    """Drafts ``gamma`` tokens during each target pass, and submits those of the last round.
+    """Drafts ``gamma`` tokens during each target pass, and submits those of the round before.
 
-    The tree determines the mode: after a miss it has only the root, which pre-verify submits; after
-    a hit it also has the rest of the chain that was drafted last, which post-verify submits with
-    it. The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3). On an
-    executor of N steps per answer, each step runs its share of the round's draft passes.
+    The tree determines the mode: after a miss it has only the root, which is submitted
+    (pre-verify); after a hit also the rest of the last chain, which is submitted too (post-verify).
+    The paper's published code verifies the same tokens in the same rounds (Alg. 2 and 3). On an
+    executor of N steps per answer, each step runs its share of these draft passes.
 
     Args:
         gamma: draft tokens per round. "ratio": t_target / t_draft of the latency profile, rounded

@@ -32,7 +32,7 @@ class _Speculation:
     Attributes:
         sendable: largest id of a node that a run may contain; later nodes are not submitted yet.
         runs: number of runs that began.
-        fruitless: number of attempts that had no token for a run.
+        fruitless: number of attempts to begin a run that found no token for it.
     """
 
     sendable: int = -1
@@ -43,14 +43,13 @@ class _Speculation:
 @validated
 @dataclass(eq=False, kw_only=True)
 class PipeInfer(TreePolicy):
-    """Begins a run of up to ``tokens`` chain tokens in every step.
+    """Begins a *run* in every step: up to ``tokens`` new tokens at the end of a request's chain.
 
     Drafting stops at a token whose draft probability is below the cut-off. The cut-off is
     ``cutoff``, plus ``recovery`` for each run since the last commit, so that runs far ahead of the
     target need a surer draft, minus ``decay`` for each attempt since then that had no token for a
-    run; at 1 or more no run begins. A token below it is not submitted, but its node is tested again
-    in the next step. If it becomes the root it is submitted alone, like a token that was not
-    drafted.
+    run; at 1 or more no run begins. A token below the cut-off is not submitted, but tested again in
+    the next step. If it becomes the root it is submitted alone, like a token that was not drafted.
 
     Whether a token has successors depends on its own draft probability, never on theirs, so
     rejection sampling stays unbiased. Hits need an executor of latency 2 or more. ``tokens`` also
@@ -124,7 +123,7 @@ class PipeInfer(TreePolicy):
         return len(tree) > 1 and int(tree.ids[-1]) > self._requests[request.id].sendable
 
     def _passes(self, request: RequestState, cutoff: float) -> bool:
-        """Tests the chain's last token, and makes it sendable if its probability suffices."""
+        """Tests the chain's last token against the cut-off; if it passes, it may be submitted."""
         tree = request.tree
         if np.exp(tree.logprobs[-1]) < cutoff:
             return False

@@ -9,10 +9,10 @@ class FreeChain(FreeDraft):
     """Runs each model of a ``ModelChain`` whenever the one before it has produced a new token.
 
     PipeSpec (arXiv 2505.01572). The draft appends to the end of a request's chain. A middle model
-    has confirmed or written the first part of it, and verifies the following nodes that the model
-    before it has reached. If its token differs, it replaces the rest of the chain, and the models
-    before it continue from there; results of their passes over replaced nodes are dropped. The
-    target verifies the nodes that the last model has reached. The arguments are those of
+    has confirmed or written the chain's first part, and verifies the following nodes that the model
+    before it has reached. If its own token differs, that token replaces the rest of the chain, and
+    the models before continue from there; results of their passes over replaced nodes are dropped.
+    The target verifies the nodes that the last model has reached. The arguments are those of
     ``FreeDraft``.
     """
 

@@ -1,9 +1,9 @@
 """SpecPipe-DB: SpecPipe for many requests (arXiv 2504.04104 v2, 3.4, section 4, 4.4).
 
 The levels of all requests form one ragged batch per step; a miss empties only its own request's
-tree. Keys and values are in blocks (PagedAttention), and new requests enter as soon as blocks are
-free (vLLM's prefill priority). The preset ``specpipe_db_adaptive`` deviates: it narrows the levels
-as the batch grows.
+tree. Keys and values are stored in blocks (PagedAttention), and new requests enter as soon as
+blocks are free (vLLM's prefill priority). The preset ``specpipe_db_adaptive`` deviates: it narrows
+the levels as the batch grows.
 
 Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K columns.
 """
@@ -39,7 +39,7 @@ _PRIOR = 2.0  # initial count of nodes on the path, observed and expected: a cor
 
 @dataclass(frozen=True, slots=True)
 class _WidthLevel:
-    """The candidates for the next level of one request.
+    """The candidates for the next level of one request's tree.
 
     Attributes:
         bottom: int64[W], slots of the level above.
@@ -63,19 +63,19 @@ class AdaptiveWidth(TreePolicy):
     """Submits one level per step and request; the requests share a node budget per step.
 
     SpecPipe's width is fixed (64, the optimum of one request on its testbed). With many requests,
-    every node of one request lengthens the step of all. A path that leaves the tree costs its
-    request N - 1 steps (SpecPipe, Eq. 2); a longer step costs all B requests. Each step takes the n
-    most probable candidates of all requests, at least one of each, with the n that minimizes
+    every node of one request lengthens the step of all. At a latency of N steps, a path that leaves
+    the tree costs its request N - 1 steps (SpecPipe, Eq. 2); a longer step costs all B requests.
+    Each step takes the n most probable candidates of all requests, at least one of each, with the n
+    that minimizes, for steps of time T(n),
 
         T(n) (B + (N - 1) (probability that the levels omit)),
 
     which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p is the draft's probability,
     corrected by the observed hits per rank (``RankCalibration``). N - 1 is corrected by the ratio
     of observed to expected steps without a token, which includes the refill after a miss that Eq. 2
-    omits. A step takes as long as the widest of the N levels in flight, so a single narrow level
-    saves nothing; the omitted probability is therefore a running mean over several N steps. T(n)
-    comes from the clock's latency profile; without one it is fitted to the measured steps
-    (``FadingLine``).
+    omits. A step takes as long as the widest of the N levels in flight, so one narrow level saves
+    nothing; the omitted probability is therefore a mean over several N steps. T(n) comes from the
+    clock's latency profile; without one it is fitted to the measured steps (``FadingLine``).
 
     Args:
         width: maximum number of nodes per level and request.
@@ -132,7 +132,7 @@ class AdaptiveWidth(TreePolicy):
         self._num_output.pop(request_id, None)
 
     def _count_idle(self, state: DecodeState) -> None:
-        """Counts the requests that got no token in the last step, after their first token."""
+        """Counts the requests that have a first token and got none in the last step."""
         for request in state.requests.values():
             before, now = self._num_output.get(request.id, 0), len(request.output)
             self._idle += 0 < before == now and not request.finished
@@ -193,7 +193,7 @@ class AdaptiveWidth(TreePolicy):
         return np.maximum(self._fitted.at(0.0), 1e-9) + self._fitted.slope * sizes
 
     def _mean_omitted(self, omitted: FloatArray, levels: list[_WidthLevel]) -> FloatArray:
-        """Returns the mean total omitted probability by nodes per request, float64[width]."""
+        """Returns float64[width]: mean of the total omitted probability, by nodes per request."""
         each = omitted / len(levels)
         if self._omitted is None:
             self._omitted = each
@@ -202,7 +202,7 @@ class AdaptiveWidth(TreePolicy):
 
 
 def _step_ms(profile: LatencyProfile, num: int) -> float:
-    """Adds up compute, prune and transmit; the draft runs in parallel with the stages."""
+    """Returns a step's time in ms: compute (the draft runs beside the stages), prune, transmit."""
     ms = profile.ms
     stage = ms(Work.STAGE, num) + ms(Work.HEAD, num)
     return max(stage, ms(Work.DRAFT, num)) + ms(Work.PRUNE, num) + ms(Work.TRANSFER, num)
@@ -211,12 +211,12 @@ def _step_ms(profile: LatencyProfile, num: int) -> float:
 class RankCalibration:
     """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
 
-    A draft's probabilities are least reliable in the last ranks of a level, because it describes a
-    distribution, while a greedy or sharpened target follows the peaks of that distribution.
+    A draft's probabilities are least reliable in the last ranks of a level, because the draft
+    describes a distribution, while a greedy or sharpened target follows its peaks.
 
     A node's *share* is its probability given that the path passes through the level above, because
-    levels below a miss are not counted. A bin covers the ranks 1, 2-3, 4-7, ...; its correction is
-    the number of its nodes on the path divided by the sum of their shares.
+    levels below a miss are not counted. A bin covers the ranks 1, 2-3, 4-7, ...; a bin's correction
+    is the number of its nodes on the path divided by the sum of its shares.
     """
 
     def __init__(self) -> None:

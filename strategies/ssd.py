@@ -41,10 +41,10 @@ def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> l
     """Returns the number of outcomes F_k for each accepted length k = 0 .. gamma.
 
     They sum to ``outcomes``. The target accepts k < gamma tokens with probability P(k) = a^k (1 -
-    a) and gamma tokens with a^gamma, where a is ``acceptance``. If F tokens miss with a probability
-    proportional to F^-r (r is ``power``), the probability of a hit is largest for F_k proportional
-    to P(k)^(1 / (1 + r)): a geometric series in k, whose last term is larger. Shares are rounded to
-    whole numbers by largest remainder, ties to the shorter length.
+    a) and gamma tokens with a^gamma, where a is ``acceptance``. If the target's token is not among
+    F candidates with a probability proportional to F^-r (r is ``power``), the probability of a hit
+    is largest for F_k proportional to P(k)^(1 / (1 + r)): a geometric series in k, whose last term
+    is larger. Shares are rounded to whole numbers by largest remainder, ties to the shorter length.
     """
     ends = [acceptance**k * (1.0 - acceptance) for k in range(gamma)] + [acceptance**gamma]
     weights = np.array(ends) ** (1.0 / (1.0 + power))
@@ -58,13 +58,13 @@ def fan_outs(*, gamma: int, outcomes: int, acceptance: float, power: float) -> l
 class Ssd(TreePolicy):
     """Submits a chain of ``gamma`` tokens, and drafts a chain below each likely outcome of it.
 
-    A round has gamma + 1 draft passes beside the target's: one for the candidates after the chain's
-    end, and one per token of the outcomes' chains, with a row for each outcome. On an executor of N
-    steps per answer, each step runs its share of these passes.
+    A round has gamma + 1 draft passes during the target's pass: one for the candidates after the
+    chain's end, and one per token of the outcomes' chains, with a row for each outcome. On an
+    executor of N steps per answer, each step runs its share of these passes.
 
     Args:
-        gamma: draft tokens per target pass. "auto": as many as leave gamma + 1 draft passes beside
-            it by the latency profile, at most 8; 4 if there is no profile.
+        gamma: draft tokens per target pass. "auto": as many that gamma + 1 draft passes fit into a
+            target pass by the latency profile, at most 8; 4 if there is no profile.
         outcomes: number of outcomes to prepare for, which are the rows of a draft pass.
         acceptance, power: shape of the fan-out, see ``fan_outs``.
         spend: "shares": the F_k best candidates after each accepted length k, as published.

@@ -1,14 +1,14 @@
 """Staged speculative decoding (arXiv 2308.04623): an n-gram model speeds up the draft itself.
 
-Token tree: section 3.1; the paper states no shape, ours has second choices early, where agreement
-is likeliest. Second stage: section 3.2, a Katz back-off model counted from samples of the draft;
-the tree is the one that the draft alone would have built. Deviation: the preset's verifier is
-``match`` instead of the paper's rejection.
+Token tree: section 3.1; the paper states no shape, ours has second choices near the root, where
+acceptance is likeliest. Second stage: section 3.2, a Katz back-off model counted from samples of
+the draft; the tree is the one that the draft alone would have built. Deviation: the preset's
+verifier is ``match`` instead of the paper's rejection.
 
-Draft and cheaper source work in a *scratch tree* beside the request's real one. It has the same
-committed tokens, and the nodes that the draft has computed: expanded nodes of the real tree, and
-guesses that are not in it. Real and scratch nodes are matched by their token path from the root, so
-the result of a guess is available when a policy creates the real node.
+The draft and the cheaper source work in a *scratch tree* beside the request's real tree. The
+scratch tree has the same committed tokens, and the nodes that the draft has computed: expanded
+nodes of the real tree, and guesses that are not in it. Real and scratch nodes are matched by their
+token path from the root, so the result of a guess is available when a policy creates the real node.
 
 Shape letters: W nodes, T tokens.
 """
@@ -35,13 +35,12 @@ _DEFAULT_CHILDREN = 16
 
 
 class StagedSource(CombinedSource):
-    """Returns the same candidates as its draft, in fewer passes of the draft.
+    """Returns the same candidates as its draft, with fewer passes of the draft.
 
     When the draft must run, the cheaper source first guesses which nodes below the expanded ones
     will be expanded next; the draft computes these guesses in the same pass, in a scratch tree. If
     the policy later creates a guessed node, its candidates are already known. All candidates are
-    the draft's own, so the real tree equals the tree of the draft alone (with a draft that has
-    ``guess_draw``, up to the measured agreement, on which the scores depend).
+    the draft's own, so the real tree equals the tree of the draft alone.
 
     The cheaper source may be staged itself: 20B, 1B, 50M, n-gram (the paper's future work 2).
     Neither source may be used elsewhere.
@@ -50,8 +49,8 @@ class StagedSource(CombinedSource):
         guess_width: maximum number of guesses below each node.
         guess_depth: levels of guesses below the nodes that the draft must run for.
         guess_rows: maximum number of guesses per pass and request, the most probable ones.
-        max_children: number of candidates requested from the draft; a call for more discards what
-            is computed. Default: 16, or 1 if candidates are sampled.
+        max_children: number of candidates requested from the draft; a call for more discards the
+            results stored so far. Default: 16, or 1 if candidates are sampled.
 
     ``counters`` are sums over both sources; ``by_level`` lists the draft's levels first.
     """
@@ -179,7 +178,7 @@ class _Guesses:
 
 
 class ScratchRequest(RequestState):
-    """A request as the wrapped sources see it: the real request's tokens with a scratch tree."""
+    """A request as the wrapped sources see it: the real request's tokens with its scratch tree."""
 
     def __init__(self, request: RequestState) -> None:
         self._real = request
@@ -214,7 +213,7 @@ class ScratchRequest(RequestState):
         return child
 
     def commit(self, commit: Commit) -> Commit | None:
-        """Moves the scratch root; returns the commit in scratch ids, None if applied already."""
+        """Moves the scratch root; returns the commit in scratch ids, None if applied before."""
         if commit.step <= self._last_step:
             return None
         self._last_step = commit.step

@@ -1,4 +1,4 @@
-"""Other implementations of attention than ``dense_attention``, and their choice.
+"""Implementations of attention besides ``dense_attention``, and the choice among them.
 
 In every function, queries and outputs are [1, H, R, D], keys and values [1, G, C, D], and
 ``scaling`` multiplies the scores; None means 1 / sqrt(D).
@@ -25,10 +25,10 @@ from specdec.errors import UserError
 
 
 class Attention(StrEnum):
-    """Implementations of attention; all are exact.
+    """Implementations of attention; none is an approximation.
 
-    ``DENSE``: one call over all slots with one mask. ``FLASH``: prompts by flash-attn, trees in two
-    levels (PipeDec Alg. 1). ``TRITON``: one launch of ``specdec.attention.triton_kernel``.
+    ``DENSE``: one torch call over all cache slots with one mask. ``FLASH``: flash-attn; for trees,
+    over the prefix only, merged with torch over the tree (PipeDec Alg. 1). ``TRITON``: one kernel.
     """
 
     DENSE = "dense"
@@ -37,8 +37,8 @@ class Attention(StrEnum):
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """Prefers Triton, which splits the context among all multiprocessors of a GPU; with a mask, the
-    kernels behind ``DENSE`` use one per key/value head and block of rows.
+    """Chooses Triton on GPUs: it splits the context among all multiprocessors, while with a mask
+    the kernels behind ``DENSE`` use one multiprocessor per key/value head and block of rows.
     """
     if device.type == "cuda" and support.triton_problem(device, dtype) is None:
         return Attention.TRITON
@@ -66,8 +66,8 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """Runs flash-attn over all slots for a chunk of a prompt, else over the prefix only: it has
-    only causal masks, so torch attends to the tree, and both are merged (PipeDec Alg. 1).
+    """Runs flash-attn, which has only causal masks: for a chunk of a prompt over all slots, else
+    over the prefix. Torch then attends to the tree, and both are merged (PipeDec Alg. 1).
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -103,7 +103,7 @@ def flash_attention(
 def masked_lse(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention and its log-sum-exp [1, H, R]; ``visible`` is bool[R, C], None for all."""
+    """Returns attention and its log-sum-exp [1, H, R]; ``visible``: bool[R, C], None: all slots."""
     scores = scores_of(query, key, scaling).to(accumulator(query.dtype))
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

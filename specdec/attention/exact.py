@@ -51,9 +51,9 @@ class Context:
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, *, own: bool, window: int | None) -> Tensor | None:
-        """Returns bool, broadcasting with scores [G, U, N, R / U, P, B], true at keys that a row
-        must not see: in ``slots`` (``own``) or in the leading blocks; None if there are no such
-        keys.
+        """Returns a bool mask, true at keys that a row must not see, or None if there are none. It
+        is over the keys in ``slots`` if ``own``, else over the leading blocks, and broadcasts with
+        scores [G, U, N, R / U, P, B].
         """
         key = (own, window)
         if key not in self._masks:
@@ -126,7 +126,7 @@ class ExactPlan(PassPlan):
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, context: Context, options: ScoreOptions
 ) -> Tensor:
-    """Maps query [H, R, D] and keys and values [G, n, D] by slots to [R, H, D]."""
+    """Computes attention [R, H, D] for query [H, R, D] over keys and values [G, n, D] by slot."""
     (heads, num_rows, size), groups = query.shape, len(key)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = size**-0.5 if options.scaling is None else options.scaling
@@ -153,8 +153,8 @@ def exact_attention(
 def _key_sets(
     key: Tensor, value: Tensor, context: Context, dtype: torch.dtype
 ) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """Yields (whether each row has its own keys: U = R, else 1; keys [G, U, N, B, D]; values [G, U,
-    N, B, D + ones]).
+    """Yields the leading blocks, then each row's own keys, if any: (own, keys [G, U, N, B, D],
+    values [G, U, N, B, D + ones]), where U is R if ``own`` and else 1.
     """
     if context.num_blocks:
         num_slots, width = context.num_slots, context.num_blocks * BLOCK
@@ -190,7 +190,7 @@ class _KeySet:
 
     @staticmethod
     def of(query: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> _KeySet:
-        """Multiplies the scaled ``query`` [G, R, P, D] by ``keys`` [G, U, N, B, D]."""
+        """Computes scores of a scaled ``query`` [G, R, P, D] with ``keys`` [G, U, N, B, D]."""
         groups, num_rows, per_group, size = query.shape
         num_sets, num_blocks = keys.shape[1:3]
         used = num_rows // num_sets * per_group
@@ -209,8 +209,8 @@ class _KeySet:
         return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:
-        """Yields weighted values and sums of the weights, [G, R, P, D + ones], for each block;
-        subtracts ``top`` [G, R, P] from the scores in place.
+        """Yields, for each block of keys, sums of weighted values and of weights, [G, R, P, D +
+        ones], after subtracting the largest scores ``top`` [G, R, P] from the scores in place.
         """
         groups, num_sets, _, num_rows, per_group, _ = self.rows.shape
         self.rows.sub_(top.view(groups, num_sets, 1, num_rows, per_group, 1))
@@ -245,7 +245,7 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[Rows]]:
-    """Cuts packed rows into parts of ``size`` rows; the last one may be smaller."""
+    """Cuts packed rows into parts of ``size`` rows; the last part may be smaller."""
     current: list[Rows] = []
     room = size
     for part in rows:

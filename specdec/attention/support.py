@@ -1,4 +1,4 @@
-"""Checks that return why Triton or flash-attn cannot run here; None if they can."""
+"""Functions that return why Triton or flash-attn cannot run here, or None if it can."""
 
 import os
 from importlib import import_module
@@ -48,5 +48,5 @@ def require(problem: str | None, setting: str) -> None:
 
 
 def interpreting() -> bool:
-    """Returns whether Triton interprets kernels; Triton reads this when a kernel is defined."""
+    """Returns whether Triton interprets kernels that are defined now, as TRITON_INTERPRET says."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -1,4 +1,4 @@
-"""Key-value caches of requests, and tree attention over them as a function of transformers.
+"""Key-value caches of requests, and tree attention over them as transformers' attention function.
 
 The cache of a request is a prefix region, then a tree region (PipeDec 3.4.2). Slot ``s <
 cached_len`` stores the committed token at position ``s``. The entries of the tree region follow in
@@ -67,7 +67,7 @@ class CacheSpec:
 
 
 Store = Callable[[int, Tensor, Tensor], Pair]
-"""(layer, key, value): writes the pass's rows [1, G, R, D], returns all slots [1, G, n, D]."""
+"""Function (layer, key, value): writes a pass's rows [1, G, R, D], returns slots [1, G, n, D]."""
 
 
 Buffers = tuple[Tensor, Callable[[], None]]
@@ -79,20 +79,20 @@ def _nothing() -> None:
 
 
 class Contiguous:
-    """One tensor [L, 2, G, C, D] per request, used in place; ``layers`` are its ``layer_views``."""
+    """Storage of a cache in one tensor [L, 2, G, C, D]; ``layers`` is its ``layer_views``."""
 
     def __init__(
         self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
     ) -> None:
-        """``make`` maps a number of slots to a tensor [L, 2, G, slots, D]; full memory grows by the
-        share ``growth`` at least.
+        """``make`` allocates a tensor [L, 2, G, slots, D] for a number of slots; a full tensor is
+        replaced by one that is larger by at least the share ``growth``.
         """
         self._make = make
         self._growth = growth
         self._allocate(capacity)
 
     def reserve(self, end: int, used: int) -> None:
-        """Allocates room for ``end`` slots and some more if needed; keeps the first ``used``."""
+        """Makes room for at least ``end`` slots; keeps the contents of the first ``used``."""
         if end > self.capacity:
             old = self.tensor
             more = max(_LEAST_GROWTH, int(self._growth * self.capacity))
@@ -100,7 +100,7 @@ class Contiguous:
             self.tensor[:, :, :, :used] = old[:, :, :, :used]
 
     def writer(self, start: int, end: int) -> Store:
-        """Returns access for a pass whose rows have the slots ``start`` .. ``end`` - 1."""
+        """Returns the ``Store`` of a pass whose rows get the slots ``start`` .. ``end`` - 1."""
         written = self.layers.narrow(3, start, end - start).unbind(0)
         read = self.layers.narrow(3, 0, end).unbind(0)
 
@@ -118,7 +118,7 @@ class Contiguous:
         return self.tensor
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copies slots, reading every source first."""
+        """Copies slots ``sources`` to ``targets``; reads all sources before it writes."""
         there = self.tensor.index_select(3, to_device(sources, self.tensor.device))
         self.tensor.index_copy_(3, to_device(targets, self.tensor.device), there)
 
@@ -132,13 +132,13 @@ class Contiguous:
 
 
 def layer_views(tensor: Tensor) -> Tensor:
-    """Views [L, 2, G, C, D] as [2 L, 1, G, C, D]: per layer its keys, then its values."""
+    """Returns a view [2 L, 1, G, C, D] of [L, 2, G, C, D]: each layer's keys, then its values."""
     return rearrange(tensor, "l kv g c d -> (l kv) 1 g c d")
 
 
 class BlockPool:
-    """A pool of blocks of ``block_tokens`` slots each, shared by all requests of one stage, of
-    which at most ``peak`` were in use at the same time so far.
+    """A pool of cache blocks of ``block_tokens`` slots each, shared by all requests of one stage;
+    ``peak`` is the largest number of blocks in use at the same time so far.
     """
 
     def __init__(self, *, spec: CacheSpec, num_blocks: int, block_tokens: int) -> None:
@@ -244,7 +244,7 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one request in one pass; ``start`` is the slot of the first in ``cache``."""
+    """The rows of one request in one pass; the first row gets slot ``start`` of ``cache``."""
 
     cache: TreeCache
     tokens: IntArray  # int64[R], prefix rows first, then tree nodes
@@ -267,7 +267,7 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Returns the number of used slots including the rows."""
+        """Returns the number of cache slots in use, including those of the rows."""
         return self.start + len(self.tokens)
 
     def cut(self, start: int, stop: int) -> Rows:
@@ -293,8 +293,8 @@ class TreeCache:
     """Keys and values of one request in one runner, for all layers.
 
     Attributes:
-        cached_len: number of committed tokens in the prefix region. ``rows`` adds those of its
-            pass before the runner's ``forward`` has written them.
+        cached_len: number of committed tokens in the prefix region. ``rows`` already counts its
+            prefix tokens, although the runner's ``forward`` has yet to write them.
         node_ids: int64[T], node ids of the tree region, in slot order.
         node_positions: int64[T], their absolute positions.
     """
@@ -342,10 +342,10 @@ class TreeCache:
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
         """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
 
-        ``prefix_tokens``, int64[R - W], get the positions from ``cached_len`` on and causal
-        visibility, while the tree region is empty. A node sees the prefix, its ancestors among the
-        entries and the earlier rows, and itself (the mask need not be square, SwiftSpec 3.1); nodes
-        whose parents have no entry follow the last token of the prefix.
+        ``prefix_tokens``, int64[R - W], continue the prefix, with causal visibility; they need an
+        empty tree region. A node of ``tree`` sees the prefix, its ancestors in the cache and in
+        earlier rows, and itself (the mask need not be square, SwiftSpec 3.1); a node whose parent
+        is in neither follows the last token of the prefix.
         """
         start, num_prefix = self.cached_len + self.num_nodes, len(prefix_tokens)
         num_rows = num_prefix + (0 if tree is None else len(tree.tokens))
@@ -375,7 +375,7 @@ class TreeCache:
         )
 
     def _append(self, tree: TreeRows, positions: IntArray) -> BoolArray:
-        """Adds entries for W nodes; returns bool[W, T + W], which entries each node sees."""
+        """Adds entries for W nodes; returns which entries each of them sees, bool[W, T + W]."""
         old = self.num_nodes
         ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
         self.node_positions = np.concatenate([self.node_positions, positions])
@@ -396,11 +396,11 @@ class TreeCache:
     # Shrinking.
 
     def commit(self, commit: Commit) -> None:
-        """Moves retired entries into the prefix, keeps the kept entries and drops the others.
+        """Moves the old root and accepted nodes into the prefix, keeps survivors, drops the rest.
 
-        Retired nodes are moved in path order as long as they have entries and continue the prefix;
-        if some have none, the missing tokens must be passed as ``prefix_tokens``. One gather over
-        all layers copies only what changes slots. A second call for the same step does nothing.
+        Nodes move in path order up to the first that has no entry; the tokens from there on must be
+        passed to ``rows`` as ``prefix_tokens``. One gather over all layers copies only entries that
+        change slots. A second call for the same step does nothing.
         """
         if commit.step <= self._step:
             return
@@ -434,7 +434,7 @@ class TreeCache:
         self._kv.trim(0)
 
     def _adoptable(self, commit: Commit) -> IntArray:
-        """Returns the entries of retired nodes, int64[M], that extend the prefix, in path order."""
+        """Returns the entries, int64[M], that a commit moves into the prefix, in path order."""
         entries = {node: entry for entry, node in enumerate(self.node_ids.tolist())}
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
@@ -466,10 +466,10 @@ class ScoreOptions:
 
 
 class PassPlan:
-    """The plan of one pass, as the attention function and the runner's hooks use it.
+    """What the attention function and the runner's hooks need to know about one pass.
 
-    ``captured`` maps names to hidden states [1, sum R, E]; ``hidden``, [1, sum R, E], is the input
-    of a slice that is not the first.
+    ``captured`` receives hidden states [1, sum R, E] by name; ``hidden``, [1, sum R, E], is the
+    input of a slice that is not the first.
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
@@ -511,9 +511,9 @@ def tree_attention(
 
 @cache
 def registered() -> str:
-    """Makes ``tree_attention`` known to transformers; returns the name to set it by.
+    """Registers ``tree_attention`` in transformers; returns its name there.
 
-    transformers is imported here: parts are composed, and refused, without its models.
+    transformers is imported here, so that strategies can be composed and refused without it.
     """
     from transformers import AttentionInterface
 
@@ -522,8 +522,8 @@ def registered() -> str:
 
 
 class PassCache:
-    """Replaces transformers' cache: records the current layer (``layer`` within the slice, -1
-    before the first) and returns the rows' keys unchanged, which ``PassPlan.attend`` writes.
+    """Replaces transformers' cache. ``update`` only records the current layer (``layer`` within the
+    slice, -1 before the first); ``PassPlan.attend`` then writes keys and values.
     """
 
     is_compileable = False
@@ -545,8 +545,8 @@ class PassCache:
 class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
-    Every row sees the slots before ``first`` and none from ``end`` on (``lengths``: int32[2],
-    (first, end)); ``visible``, uint8[R, M], says which slots from ``first`` on. Masks have
+    ``lengths``, int32[2], is (first, end): every row sees all slots before ``first`` and none from
+    ``end`` on. ``visible``, uint8[R, M], says which slots between them each row sees. Masks have
     ``num_slots`` columns (C).
     """
 
@@ -566,7 +566,7 @@ class Visibility:
         self.lengths = self.lengths.to(torch.int32)
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Returns the additive mask [R, C], 0 where a row sees a slot."""
+        """Returns the additive mask [R, C]: 0 where a row sees a slot, else the lowest number."""
         if window not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
             slots = torch.arange(self.num_slots, device=self.lengths.device)
@@ -583,11 +583,11 @@ class Visibility:
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
-"""(query, key, value, visibility, scaling) -> output."""
+"""Attention function (query, key, value, visibility, scaling) -> output."""
 
 
 class RequestPart:
-    """One request's rows in a pass; masks are in the dtype and on the device of its cache."""
+    """One request's rows in a pass; masks have the dtype and device of the request's cache."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
         self.rows = rows
@@ -629,8 +629,8 @@ class RequestPart:
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
-    """Returns the additive mask float32[R, n] for kernels that hide later slots themselves; None if
-    every row sees all slots up to its own.
+    """Returns the additive mask float32[R, n] for kernels that are causal by themselves; None if
+    that suffices, because every row sees all slots up to its own.
     """
     if window is not None and int(rows.positions.max()) < window:
         window = None  # it would mask nothing

@@ -1,4 +1,4 @@
-"""Tree attention in one Triton launch: prefix and tree, a non-square mask, split over the context.
+"""Tree attention over prefix and tree in one Triton launch that splits the context among blocks.
 
 As in SwiftSpec 3.3, the keys of one head are split among thread blocks, and their partial results
 are summed without a second launch. SwiftSpec's blocks wait for each other's flags (NCCL's
@@ -84,8 +84,8 @@ def _scan(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
     # fmt: on
-    """Returns unnormalised weighted sums [BLOCK_ROWS, BLOCK_DIM] over the slots start .. stop - 1,
-    largest exponents (base 2) and sums of weights.
+    """Attends to the slots start .. stop - 1. Returns, per row of the block, unnormalised sums of
+    weighted values [BLOCK_ROWS, BLOCK_DIM], largest exponents (base 2) and sums of weights.
     """
     dims = tl.arange(0, BLOCK_DIM)
     within = dims < DIM
@@ -146,10 +146,10 @@ def _merged(  # type: ignore[no-untyped-def]
 
 
 class TreeAttention:
-    """Launches the kernel and owns the scratch memory of its splits; use one object per stream."""
+    """Launches the kernel and owns scratch memory of its splits; use an object per CUDA stream."""
 
     def __init__(self, *, splits: int | None = None) -> None:
-        """``splits``: thread blocks per head; None derives it from the multiprocessors."""
+        """``splits``: thread blocks per key/value head and block of rows; None: to fill the GPU."""
         self._splits = splits
         self._scratch: dict[
             tuple[object, ...], tuple[Tensor, Tensor, Tensor]
@@ -165,7 +165,7 @@ class TreeAttention:
         visible: Tensor,
         scaling: float | None = None
     ) -> Tensor:
-        """Attends to the slots before ``first`` and, where visible, to those up to ``end``.
+        """Attends to the slots before ``first`` and to visible slots of ``first`` .. ``end`` - 1.
 
         A row that sees no slot gets zeros. Tensors are float32, float16 or bfloat16, contiguous in
         their last dimension.
@@ -234,8 +234,8 @@ def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _splits(device: torch.device, items: int, most: int) -> int:
-    """Returns the number of splits that fills the device, at most ``most``: a power of two, because
-    each number compiles a kernel and keeps scratch memory.
+    """Returns a number of splits that fills the device, at most ``most``. It is a power of two,
+    because every different number compiles a kernel and allocates scratch memory.
     """
     filling = _INTERPRETED_SPLITS
     if device.type == "cuda":

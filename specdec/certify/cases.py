@@ -1,6 +1,6 @@
 """Test requests of ``specdec verify``: prompts, sampling transforms and stop rules.
 
-A case's id is its prompt id, on which its random draws depend; ids are unique within a run.
+A case's id is its prompt id, on which random numbers depend; ids are unique within a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WITH_HISTORY: dict[str, SamplingParams] = {
     "no_repeat_ngram=1": SamplingParams(no_repeat_ngram=1),
     "repetition penalty": SamplingParams(processors=(RepetitionPenaltyLogitsProcessor(3.0),)),
 }
-"""Greedy transforms that depend on the preceding tokens."""
+"""Greedy sampling parameters whose logits processors depend on the preceding tokens."""
 
 MIXED_RULES = {
     "greedy": GREEDY,
@@ -43,7 +43,7 @@ _MANY_BYTES = "\u4e2d\U0001f642\u6587\U0001f680"  # CJK and emoji
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    id: int  # prompt id, which keys the draws
+    id: int  # prompt id, on which random numbers depend
     label: str  # name in messages
     prompt: tuple[int, ...]  # token ids
     sampling: SamplingParams
@@ -83,9 +83,9 @@ _sparse = _joined(lambda t: "" if t % 3 else chr(97 + t // 3 % 6) + chr(103 + t 
 
 
 def _byte_text(output: Sequence[int]) -> Callable[[Sequence[int]], str]:
-    """Returns a decoder of single bytes, by which ``output`` is text of three and four bytes each.
+    """Returns a decoder, one byte per token, by which ``output`` is text of multi-byte characters.
 
-    A part of a character is a replacement character, as tokenizers with byte fallback decode it.
+    An incomplete character becomes a replacement character, as in tokenizers with byte fallback.
     """
     distinct = dict.fromkeys(output)
     byte_of = dict(zip(distinct, (_MANY_BYTES * len(distinct)).encode(), strict=False))
@@ -104,7 +104,7 @@ def parity_cases(
     num_tokens: int,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[Case]:
-    """Creates ``per_sampling`` requests under each transform, with prompts of 1 to 13 tokens."""
+    """Creates ``per_sampling`` requests for each sampling, with prompts of 1 to 13 tokens."""
     stop, cases = StopRules(max_new_tokens=num_tokens), list[Case]()
     for index, name in enumerate(name for name in samplings for _ in range(per_sampling)):
         length = (1, 6, 13, 3)[index % 4]
@@ -115,7 +115,7 @@ def parity_cases(
 
 
 def ending_cases(base: Case, output: Sequence[int]) -> Iterator[Case]:
-    """Yields copies of ``base`` that end early at each token: by EOS, stop string or length.
+    """Yields copies of ``base`` that end early at various tokens: by EOS, stop string or length.
 
     ``base`` is a case that ends by its length, ``output`` its tokens under plain decoding.
     """

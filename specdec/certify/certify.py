@@ -7,6 +7,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from specdec.certify import parity
 from specdec.certify.invariants import cache_invariant, tree_invariant
 from specdec.certify.laws import distribution
@@ -50,27 +52,32 @@ def certify(
     on_check: Callable[[Check], None] | None = None,
     fail_fast: bool = False,
 ) -> Report:
-    """Runs the checks on one configuration, the resolved plain one of ``specdec run``.
+    """Runs the checks on one configuration, the resolved one of ``specdec run`` as plain values.
 
     A check fails if the strategy raises in it; its detail names the error, or the check that met
-    the same error first. A configuration that cannot be composed is a UserError. ``build`` builds
-    the parts of a configuration on a pair; ``on_check`` is called with each outcome.
+    the same error first. UserError: the configuration cannot be composed. ``build`` makes the parts
+    of a configuration for a pair of models; ``on_check`` is called after each check.
     """
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     start = perf_counter()
     done, crashes = list[Check](), dict[Any, Crash]()
+    threads = torch.get_num_threads()
     with ExitStack() as kept:  # ranks that the checks use in turn
+        kept.callback(torch.set_num_threads, threads)
         for num_ranks, number in rank_groups(cfg):
             handle = GroupHandle(num_ranks, threads=cfg.get("threads"), number=number)
             kept.callback(handle.release)
         subject = Subject(cfg, build=build, full=depth == "full")
         for name in CHECKS if checks is None else checks:
             check = CHECKS[name]
+            # For small models the wait for a second thread costs more than it saves.
+            is_small = check not in _WITH_CONFIGURED_MODELS
+            torch.set_num_threads(1 if is_small else cfg.get("threads") or threads)
             try:
                 if subject.claims is Lossless.LOSSY and check in _OF_LOSSLESS:
                     raise Skipped("a lossy output has no reference")
-                with hang_limit(_HANG_S * (10 if check in _WITH_CONFIGURED_MODELS else 1)):
+                with hang_limit(_HANG_S * (1 if is_small else 10)):
                     done.append(Check(name, *check(subject)))
             except Skipped as reason:
                 done.append(Check(name, None, str(reason)))
@@ -88,7 +95,7 @@ def certify(
 
 
 def _crashed(name: str, error: Exception, crashes: dict[Any, Crash]) -> str:
-    """Returns a failed check's detail; errors of one line are described once, by the first."""
+    """Returns the detail of a check that raised; for a repeated error it names the first check."""
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     line = type(error), innermost.filename, innermost.lineno
     if known := crashes.get(line):

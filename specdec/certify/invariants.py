@@ -1,8 +1,8 @@
-"""Observes what the models of a strategy compute, and inspects caches and trees.
+"""Records what the models of a strategy compute, and checks caches and trees after every step.
 
-The pair creates the models, so it can observe every cache made of them, also inside parts from
-other packages: those of stages, drafts and staged levels. The token and the parent of each entry
-are recorded when its row is computed, independently of the cache's own bookkeeping.
+Models are created by the pair, so wrapping it reaches every cache, also in parts from other
+packages: those of stages, drafts and staged levels. The token and the parent of each entry are
+recorded when its row is computed, independently of the cache's own bookkeeping.
 
 Shape letters: P paths, L layers, H heads, D head size, T tokens.
 """
@@ -57,7 +57,7 @@ _SIZES = {"batch_size": 2, "prefill_chunk": 4}
 
 @dataclass(slots=True)
 class Shadow:
-    """The rows computed into one cache."""
+    """A record of the rows computed into one cache, independent of the cache."""
 
     cache: TreeCache
     runner: ModelRunner  # the model that fills the cache
@@ -92,7 +92,7 @@ class Shadow:
 
 @dataclass(slots=True)
 class Watch:
-    """The events recorded in one run. Keys of nodes are (request, node id)."""
+    """What one run has computed, submitted and proposed. Keys of nodes are (request, node id)."""
 
     shadows: list[Shadow] = field(default_factory=list)
     # each request's tree when last submitted, see ``_snapshot``
@@ -110,7 +110,7 @@ class Watch:
         return [s for s in self.shadows if s.runner.name != "target" and not self.in_thread]
 
     def pair(self, pair: RandomPair) -> None:
-        """Observes the models that parts make of ``pair``."""
+        """Observes the model runners that ``pair`` creates from now on."""
 
         def runner(
             made: ModelRunner, _name: str, _meter: Meter, group: Collective | None = None
@@ -121,7 +121,7 @@ class Watch:
         observe(pair, "stage", after=lambda stage, *_, **__: self.model(stage.runner))
 
     def model(self, runner: ModelRunner, heads: tuple[int, ...] | None = None) -> None:
-        """Observes the new caches of a model; ``heads`` is as in ``Shadow``."""
+        """Observes the caches that a model creates from now on; ``heads`` is as in ``Shadow``."""
 
         def cache(cache: TreeCache, *_: Any) -> None:
             # Parts create caches in `open`, for the request that was admitted last.
@@ -161,7 +161,7 @@ class Watch:
 def _heads(
     runner: ModelRunner, model: PreTrainedModel, group: Collective
 ) -> tuple[int, ...] | None:
-    """Returns a rank's key/value heads, -1 for padding; None if the family's are not split."""
+    """Returns a rank's key/value heads, -1 for padding; None if these heads are not split."""
     config = model.config.get_text_config()
     num_heads = int(config.num_attention_heads)
     num_kv_heads = int(config_value(config, "num_key_value_heads", num_heads))
@@ -242,7 +242,7 @@ def tree_invariant(subject: Subject) -> Outcome:
 
 
 def observation(subject: Subject) -> Observation:
-    """Decodes a few requests under observation for each kind of pair."""
+    """Decodes a few requests for each kind of pair, and checks caches and trees after each step."""
     seen = Observation()
     try:
         _run(subject, "mixed", seen)
@@ -324,7 +324,7 @@ def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator
 
 
 def _commit_problems(commit: Commit, request: RequestState, before: Snapshot) -> Iterator[str]:
-    """Yields faults of the submitted tree (its snapshot ``before``) and of what a hit kept."""
+    """Yields faults of the tree before a commit (``before``), and of the nodes that a hit kept."""
     where = f"request {commit.request}, step {commit.step}"
     last = request.num_prompt - 1 + request.stop.max_new_tokens
     for node_id, (_, _, position) in before.items():
@@ -349,7 +349,7 @@ def _commit_problems(commit: Commit, request: RequestState, before: Snapshot) ->
 
 
 def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
-    """Yields inconsistencies of a tree, in itself and with its last snapshot.
+    """Yields contradictions within a tree, and with its state when it was last submitted.
 
     Candidates of an asynchronous source must be those that it proposed for their node.
     """

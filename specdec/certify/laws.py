@@ -1,13 +1,13 @@
-"""Compares the law (distribution) of sampled output with that of the target.
+"""Tests whether sampled output has the target's distribution; a *law* is a distribution.
 
-``distribution`` decodes requests, each with its own keyed draws, by the whole composed strategy on
+``distribution`` decodes many requests, with different random numbers, by the whole strategy on
 tables of logits (``TablePair``), whose laws are known exactly. ``configured_law`` (``numerics``)
 does the same with the configured models. Both use the *e-values* below.
 
 An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
 Markov's inequality it reaches 1 / a with probability at most a. Here it is the likelihood of the
 counts under a mixture of laws around the tested one, divided by that under the law itself. Cells of
-small probability need not be merged, and the number of visits may be random (a test martingale,
+small probability need not be merged, and the number of counts may be random (a test martingale,
 Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of e-values is an e-value,
 even if they depend on each other.
 
@@ -40,7 +40,7 @@ Table = tuple[tuple[float, ...], ...]
 """Logits of the next token (column) after each token (row, by its id modulo their number)."""
 
 Rows = Mapping[str, tuple[FloatArray, FloatArray]]
-"""Name of a row -> logits or laws of (target, draft), float64[V] each."""
+"""Name of a row -> (target, draft): logits, or probabilities, float64[V] each."""
 
 FALSE_ALARM = 1e-6  # of a check, over all of its tests
 
@@ -69,7 +69,7 @@ OPPOSED_TABLE: Table = (  # a draft that prefers other tokens
 
 
 def _tables(*shares: tuple[Sequence[float], Sequence[float]]) -> tuple[Table, Table]:
-    """Returns logits of target and draft from their rows in percent."""
+    """Returns logits of (target, draft) from rows of their probabilities in percent."""
     target, draft = (
         tuple(tuple(math.log(share / 100) for share in row) for row in rows)
         for rows in zip(*shares, strict=True)
@@ -86,12 +86,12 @@ CROWDED_TABLES = _tables(
     ((37, 2, 41, 4, 16), (1, 62, 26, 9, 2)),
     ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
 )
-"""The draft crowds one, two or three tokens, which are often rejected: the tests of the siblings
-after them then decide; with the opposed draft nearly all tests are certain.
+"""The draft's mass is on one, two or three tokens, which are often rejected, so that acceptance
+tests of later siblings matter; with ``OPPOSED_TABLE`` nearly all tests have a certain result.
 """
 
 ONE_LAW_TABLES = _tables(((30, 25, 20, 15, 10), (10, 15, 20, 25, 30)))
-"""All tokens have one law, so draws that are used again in a later step give the same tokens."""
+"""Every token has the same distribution, so reused random numbers show as equal tokens."""
 
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
 _T1 = SamplingParams(temperature=1.0)
@@ -121,10 +121,10 @@ _CONCENTRATIONS = np.array([4.0, 32.0, 256.0, 2048.0])  # of the mixture
 
 
 def log_evidence(counts: IntArray, law: FloatArray) -> float:
-    """Returns the natural logarithm of the e-value of counts[C] against ``law``[C].
+    """Returns the natural logarithm of the e-value of counts[C] against probabilities ``law``[C].
 
-    The mixture has Dirichlet laws with mean ``law`` and four concentrations, for alternatives that
-    are far from it down to a few percent. Infinite if a cell of probability 0 has counts.
+    The alternative is a mixture of Dirichlet distributions of mean ``law`` and four concentrations,
+    for deviations from large down to a few percent. Infinite if a cell of probability 0 has counts.
     """
     seen = np.flatnonzero(counts)
     number, probs = counts[seen], law[seen]
@@ -138,7 +138,7 @@ def log_evidence(counts: IntArray, law: FloatArray) -> float:
 
 @dataclass(slots=True)
 class Evidence:
-    """The e-values of a check; ``num_tests`` are planned, and those still to come count as 0."""
+    """The e-values of a check that plans ``num_tests`` tests; tests not yet done count as 0."""
 
     num_tests: int
     logs: list[tuple[str, float]] = field(default_factory=list)  # (test, log e-value)
@@ -168,12 +168,12 @@ NUM_PLACE_TESTS = 3 * len(ORDERS)
 def places(
     laws: tuple[FloatArray, FloatArray | None], token: int, rng: np.random.Generator
 ) -> FloatArray:
-    """Returns float64[O]: where a drawn token lies in the target's CDF, in each of ``ORDERS``.
+    """Returns float64[O]: where a sampled token lies in the target's CDF, in each of ``ORDERS``.
 
-    ``laws`` are the distributions of target and draft, float64[V]. If the token was drawn from the
-    target's, each place is uniform in [0, 1) and independent of all before it: within the token's
-    own part of the CDF it is drawn by ``rng`` (a randomised probability integral transform).
-    Without a draft, the third order is that of the ids.
+    ``laws`` are the distributions of target and draft, float64[V]. ``rng`` chooses the position
+    within the token's own interval (a randomised probability integral transform), so positions are
+    uniform in [0, 1) and independent of earlier ones if tokens were sampled from the target.
+    Without a draft, the third order is that of the token ids.
     """
     target, draft = laws
     ids, mass = np.arange(len(target)), float(target[token])
@@ -188,10 +188,10 @@ def places(
 
 
 def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]:
-    """Yields (description, log e-value) of places[T, O] of each output.
+    """Yields (description, log e-value) of tests of CDF positions[T, O] (``places``) per output.
 
-    In each order: whether they are uniform, and whether they depend on those of the token before,
-    or of the one before that, as if two tokens share a random number.
+    For each order of the vocabulary they test whether positions are uniform, and whether they
+    depend on the position one or two tokens before, as if tokens shared a random number.
     """
     for column, order in enumerate(ORDERS):
         series = [places[:, column] for places in outputs]
@@ -245,7 +245,7 @@ def distribution(subject: Subject) -> Outcome:
 def _tests(
     subject: Subject, vocabs: Sequence[int], *, configured: bool
 ) -> Iterator[tuple[str, Rows, list[Case], int]]:
-    """Yields (label, tables, requests, batch size) for the configured policy, or for another."""
+    """Yields tests (label, tables, requests, batch size), more for the ``configured`` policy."""
 
     def cases(start: IntArray, params: SamplingParams, num_tokens: int) -> list[Case]:
         stop, last = StopRules(max_new_tokens=num_tokens), np.tile(start, subject.times)
@@ -267,8 +267,8 @@ def _tests(
 def _test(
     found: Evidence, name: str, tables: Rows, cases: Sequence[Case], tokens: IntArray, seed: int
 ) -> float:
-    """Tests ``tokens``[N, T]; returns the total variation of a token's law from the target's, given
-    the token before it, on small tables.
+    """Adds e-values of the outputs ``tokens``[N, T] to ``found``. Returns the total variation
+    between the distributions of output and target given the token before; 0 for large vocabularies.
     """
     params, rng, series = cases[0].sampling, np.random.default_rng(seed), list[FloatArray]()
     laws = {
@@ -293,8 +293,8 @@ def _test(
 def row_evidence(laws: Rows, before: IntArray, tokens: IntArray) -> Iterator[tuple[str, float]]:
     """Yields (description, log e-value) for each row and partition, and for all rows together.
 
-    Output ``tokens``[N, T] are counted by the row of the token ``before``[N, T] them. Given that
-    row they are independent draws of the target, wherever in a step or a tree they were decided.
+    Output ``tokens``[N, T] are counted by their row of the table, ``before``[N, T], which the token
+    before them selects. Given the row, a lossless strategy's tokens are independent target samples.
     """
     together: dict[str, float] = {}
     for row, (kind, (target, draft)) in enumerate(laws.items()):
@@ -311,9 +311,9 @@ def row_evidence(laws: Rows, before: IntArray, tokens: IntArray) -> Iterator[tup
 def wide_tables(vocab_size: int, seed: int = 0) -> Rows:
     """Returns the rows of logits of a large vocabulary.
 
-    Half of the mass lies on a few tokens and half on a long tail, and the draft is equal to the
-    target, near it or far from it: small tables do not show what depends on a token's probability
-    or on its position in a long row. A token's row is its id modulo the number of rows.
+    In most rows half of the mass lies on a few tokens and half on a long tail; the draft is equal
+    to the target, near it or far from it. Small tables do not show faults that depend on a token's
+    probability or position in a long row. A token's row is its id modulo the number of rows.
     """
     rng = np.random.default_rng([seed, vocab_size])
 
@@ -346,7 +346,7 @@ def table_model(tables: Rows) -> dict[str, Any]:
 
 
 def partitions(target: FloatArray, draft: FloatArray) -> Iterator[tuple[str, IntArray]]:
-    """Yields (name, int64[V], the cell of each token) for two distributions[V]."""
+    """Yields partitions of the vocabulary: (name, int64[V], the cell of each token)."""
     ids = np.arange(len(target))
     yield SINGLE, ids
     if len(ids) <= _PLACE:

@@ -1,11 +1,11 @@
 """Checks the configured models with their dtype, backend and transport, greedy and sampled.
 
-``oracle`` tells ties from faults. Plain decoding is that of the torch model. A quantised target in
-ONNX Runtime rounds activations too, which no torch model does: its reference is its own session
-with one row per pass, and the effect of batching is measured at the position of the difference.
+Outputs are compared with plain decoding; ``oracle`` tells ties from faults. Plain decoding runs the
+torch model. Only for a quantised target in ONNX Runtime, which rounds activations as no torch model
+does, it runs the same session with one row per pass, and rounding is measured at each position.
 
-Under sampling the law is checked as well (``configured_law``): each token's place in the CDF of its
-prefix, by the e-values of ``laws``.
+Under sampling the distribution is tested too (``configured_law``), by the e-values of ``laws`` for
+each token's position in the target's CDF after its prefix.
 
 Shape letters: V vocabulary, T tokens.
 """
@@ -57,7 +57,7 @@ _LAW_BATCH = 6
 
 @dataclass(frozen=True, slots=True)
 class _Configured:
-    """The configured models, and what is decoded with them."""
+    """The configured models, with the prompts and stop rules to decode."""
 
     subject: Subject
     cfg: Mapping[str, Any]
@@ -86,10 +86,10 @@ class _Configured:
         return [*differences(case, decoded, rows, seed=seed, errors=errors, tokens=tokens)]
 
     def passes(self, tokens: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
-        """Computes logits by passes of one row, and what passes of more rows change.
+        """Computes logits by passes of one row, and how much passes of more rows change them.
 
         Returns:
-            float64[T, V], the logits after each token, and float64[T], the largest change of one.
+            float64[T, V], logits after each token, and float64[T], the largest change of a logit.
         """
         if self.bits is None:
             rows = _single_tokens(self.pair.target, tokens)
@@ -100,14 +100,14 @@ class _Configured:
         return rows, np.max([np.abs(other - rows).max(1) for other in others], axis=0)
 
     def rows(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> FloatArray:
-        """Returns float64[T, V]: the logits from which each output token is drawn."""
+        """Returns float64[T, V]: the logits from which each output token is sampled."""
         tokens, last = (*prompt, *output[:-1]), len(prompt) - 1
         if self.bits is None:
             return whole_pass(self.pair.target, tokens)[last:]
         return self._session_rows(tokens, 1, first=len(prompt))[last:]
 
     def _session_rows(self, tokens: tuple[int, ...], size: int, *, first: int = 0) -> FloatArray:
-        """The session itself is the reference: no torch model rounds activations as it does.
+        """Returns float64[T, V], the logits of the quantised ONNX Runtime session after each token.
 
         The first ``first`` tokens are one pass, then every pass has at most ``size``.
         """
@@ -138,7 +138,7 @@ def _configured(subject: Subject) -> _Configured:
 
 
 def _single_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> FloatArray:
-    """Returns float64[T, V] as ``whole_pass``, by a pass per token with transformers' own cache."""
+    """Returns float64[T, V], the logits after each token, by a pass per token with a cache."""
     cache, name, rows = None, cache_argument(model), []
     for token in tokens:
         out = forward(model, [token], use_cache=True, **{name: cache})
@@ -175,7 +175,7 @@ def numerics(subject: Subject) -> Outcome:
 
 @dataclass(frozen=True)
 class _Favoured:
-    """Sets the scores of ``ids`` and a token that depends on the history to 0.5 below the best."""
+    """Logits processor: sets ``ids``, and one token by the history, to 0.5 below the maximum."""
 
     ids: tuple[int, ...]
 
@@ -189,7 +189,7 @@ class _Favoured:
 def _law_cases(given: _Configured) -> dict[str, list[Case]]:
     """Creates sampled requests with short, usual and long prompts, each prompt twice.
 
-    Among the drawn tokens are the last ids and the token that ends a request.
+    One sampling makes the last token ids likely; the very last one ends its requests.
     """
     subject, vocab_size = given.subject, given.pair.vocab_size
     last = tuple(range(vocab_size - 3, vocab_size))
@@ -264,7 +264,7 @@ def _places(
     drafts: Mapping[tuple[int, ...], FloatArray],
     rng: np.random.Generator,
 ) -> FloatArray:
-    """Returns ``places`` of an output's tokens, without tokens of reference probability 0."""
+    """Returns ``laws.places`` of an output's tokens, except those of reference probability 0."""
     found = []
     for at, (token, logits) in enumerate(zip(output, rows, strict=True)):
         prefix = (*case.prompt, *output[:at])
@@ -277,7 +277,7 @@ def _places(
 
 
 def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
-    """Records float32[V], the draft's distribution after each committed prefix that has one."""
+    """Returns a dict that decoding fills: prefix -> the draft's probabilities, float32[V]."""
     found = dict[tuple[int, ...], FloatArray]()
 
     def record(verdicts: list[Verdict], _: DecodeState, requests: Sequence[RequestState]) -> None:
@@ -297,7 +297,7 @@ def exact_dtype(subject: Subject) -> Outcome:
     """Checks with ``model.exact=true`` that outputs in the configured dtype equal plain decoding.
 
     Plain decoding here is the preset ``ar`` on the same pair: on one device, or on the same
-    tensor-parallel group, whose sums define the bits. There is no tolerance for ties.
+    tensor-parallel group, whose order of summation sets the last bits. No tie is tolerated.
     """
     if not subject.cfg["model"].get("exact"):
         raise Skipped("model.exact=false: rounding may decide between tokens")

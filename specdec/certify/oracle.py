@@ -1,13 +1,12 @@
 """The reference of the checks: plain decoding, implemented independently of the decode loop.
 
-Logits come from transformers' forward over the whole sequence, draws from a second implementation
-of the keyed generator on Python integers, and top-k and top-p from their definitions on a sorted
-row. Stop rules are evaluated on the whole output after each token.
+Logits come from transformers' forward over the whole sequence, random numbers from a second
+implementation of the generator on Python integers, and top-k and top-p from their definitions on a
+sorted row. Stop rules are evaluated on the whole output after each token.
 
-``differences`` compares an output with plain decoding after the same tokens. In low precision,
-passes of many rows round otherwise than passes of one, so the distance by which plain decoding
-missed a token is compared with the measured effect of that on the logits: up to it the difference
-is a *tie*, beyond it a fault.
+``differences`` compares each output token with plain decoding after the same prefix. In low
+precision, passes of many rows round otherwise than passes of one row. A different token is a *tie*
+if the measured rounding can explain it (``Distance``), otherwise a fault.
 
 Shape letters: V vocabulary, T tokens.
 """
@@ -47,7 +46,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 def reference_draw(
     seed: int, prompt_id: int, position: int, purpose: int = 0, index: int = 0
 ) -> float:
-    """Returns the random number of ``KeyedDraws`` for these arguments; a Philox block has four."""
+    """Returns the random number in [0, 1) that ``KeyedDraws`` must give for these arguments."""
     counter = (position // 4 + 1, index, purpose, 0)  # numpy counts up before it draws
     word = philox(counter, (seed & _WORD, prompt_id & _WORD))[position % 4]
     return (word >> 11) / 2.0**53
@@ -88,7 +87,7 @@ def reference_probs(logits: FloatArray, params: SamplingParams) -> FloatArray:
 
 
 def reference_token(logits: FloatArray, params: SamplingParams, draw: float) -> int:
-    """Returns the token at ``draw`` of the CDF in token-id order; if greedy, the first argmax."""
+    """Returns the token whose CDF interval (in id order) contains ``draw``; greedy: the argmax."""
     return token_at(reference_probs(logits, params), draw)
 
 
@@ -123,7 +122,7 @@ def whole_pass(model: torch.nn.Module, tokens: Sequence[int]) -> FloatArray:
 
 
 class Oracle:
-    """Decodes with transformers' own forward, without a cache, and random draws of ``seed``."""
+    """Decodes with transformers' own forward, without a cache, and random numbers of ``seed``."""
 
     def __init__(self, model: torch.nn.Module, *, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -132,7 +131,7 @@ class Oracle:
         return plain_decode(lambda t: whole_pass(self._model, t)[-1], case, self._seed)
 
     def differences(self, case: Case, decoded: Decoded | None) -> list[Difference]:
-        """Returns where ``decoded`` differs from plain decoding, at most one place."""
+        """Returns the first difference of ``decoded`` from plain decoding, or an empty list."""
         if decoded is None:
             return [Difference(0, "the request was lost")]
         rows = whole_pass(self._model, (*case.prompt, *decoded.output[:-1]))
@@ -142,7 +141,7 @@ class Oracle:
 def plain_decode(
     logits_of: Callable[[tuple[int, ...]], FloatArray], case: Case, seed: int
 ) -> Decoded:
-    """``logits_of`` maps a sequence to float64[V], the logits of its next token."""
+    """Decodes a case; ``logits_of`` maps a sequence to float64[V], logits of the next token."""
     tokens, output = list(case.prompt), list[int]()
     while True:
         logits = processed(logits_of(tuple(tokens)), case.sampling, tokens)
@@ -174,8 +173,8 @@ def differences(
 
     Args:
         rows: float64[T, V], the logits of plain decoding for each output token.
-        errors: float64[T], by how much rounding may change them; without, nothing is a tie.
-        tokens: whether tokens must be those of plain decoding; else they must only be possible.
+        errors: float64[T], by how much rounding may change each row's logits; None: no ties.
+        tokens: whether tokens must equal those of plain decoding; else they must only be possible.
     """
     output, params = decoded.output, case.sampling
     if not output:
@@ -215,7 +214,7 @@ def unequal(
     expected: Mapping[int, Decoded],
     where: str = "",
 ) -> Iterator[str]:
-    """Yields the first difference of each output from the one of another run."""
+    """Yields the first difference of each case's output from that in ``expected``."""
     for case in cases:
         decoded, other = outputs.get(case.id, Decoded((), None)), expected[case.id].output
         at = first_difference(decoded.output, other)
@@ -229,8 +228,9 @@ def unequal(
 class Distance:
     """How far plain decoding was from choosing another token.
 
-    ``kind`` is a "top-two gap" in logits or a "CDF edge" in probability; for a token that a filter
-    removed it is a "filter boundary and CDF edge". Rounding explains up to ``allowance``.
+    ``value`` is the distance that ``kind`` names: a "top-two gap" in logits, or from a "CDF edge"
+    in probability ("filter boundary and CDF edge" for a token that a filter removed). Rounding can
+    explain values up to ``allowance``.
     """
 
     kind: str
@@ -247,8 +247,8 @@ def distance(
 ) -> Distance:
     """Measures how far plain decoding was from choosing ``token``, as the strategy did.
 
-    ``logits`` are float64[V] after the processors; ``error`` is the largest change of one by
-    batching, ``draw`` the uniform draw of plain decoding.
+    ``logits`` are float64[V] after the processors, of which batching changes each by ``error`` at
+    most; ``draw`` is the random number in [0, 1) of plain decoding.
     """
     if params.greedy:
         return Distance("top-two gap", float(logits.max() - logits[token]), 2.0 * error)
@@ -269,10 +269,10 @@ def distance(
 def _weights(
     logits: FloatArray, params: SamplingParams, error: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Bounds the unnormalised probabilities for logits within ``error``, float64[V] each.
+    """Returns lower and upper bounds of unnormalised probabilities, float64[V] each.
 
-    A token that top-k or top-p may remove, for some logits within ``error``, has the lower bound 0;
-    one that is removed for all of them has the upper bound 0 too.
+    Every logit may change by ``error`` at most. A token that top-k or top-p removes after some of
+    these changes has the lower bound 0; one that they remove after all has the upper bound 0 too.
     """
     weights = np.exp((logits - logits.max()) / params.temperature)
     swing = np.exp(min(error / params.temperature, 50.0))

@@ -161,8 +161,8 @@ def _compared(
 def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
     """Yields, per purpose, the first random number that differs from ``reference_draw``.
 
-    Tested are rising positions up to ``num_positions``, so every block; positions out of order; few
-    and many siblings; prompt ids of more than 32 bits.
+    Tested are rising positions up to ``num_positions``, which reach every block that is computed at
+    once; positions out of order; few and many siblings; prompt ids of more than 32 bits.
     """
     keys = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     keys += [

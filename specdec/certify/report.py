@@ -31,7 +31,7 @@ class Skipped(Exception):
 
 
 Outcome = tuple[bool | None, str]
-"""Of a check: ``passed`` and ``detail`` of ``Check``."""
+"""Result of a check function: ``passed`` and ``detail``, as in ``Check``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,5 +140,5 @@ def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
 
 
 def outcome(problems: Sequence[str], detail: str) -> Outcome:
-    """Passes with ``detail`` if there are no problems, and fails with the first of them else."""
+    """Passes with ``detail`` if there are no problems, else fails with the first few of them."""
     return (False, joined_details(problems)) if problems else (True, detail)

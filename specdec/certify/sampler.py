@@ -1,8 +1,8 @@
-"""Checks the sampler of the target's answers row by row against the reference (``oracle``).
+"""Checks the sampling of the target's tokens row by row against the reference (``oracle``).
 
-The answerer gets rows of generated logits that are hard cases: vocabularies longer than one block
-of a cumulative sum and no multiple of it, requests with different parameters in one batch, ids and
-seeds of more than 32 bits, unordered positions.
+The sampler (``Answerer``) gets generated logits that are hard cases: vocabularies longer than one
+block of a cumulative sum and no multiple of it, requests with different parameters in one batch,
+ids and seeds of more than 32 bits, unordered positions.
 
 Shape letters: A rows, V vocabulary.
 """
@@ -60,7 +60,7 @@ SAMPLINGS = {
 }
 
 _Rows = tuple[Case, TreeRows, FloatArray, FloatArray]
-"""A request, a chain of nodes after its prompt, their logits and what is drawn from, [A, V]."""
+"""(request, chain of nodes after its prompt, their logits and their distributions, [A, V] each)."""
 
 
 def sampler(subject: Subject) -> Outcome:

@@ -58,7 +58,7 @@ def refuse(cfg: Mapping[str, Any]) -> None:
 
 
 class CannotCompose(UserError):
-    """The strategy cannot decode the configured models, which is no fault of either."""
+    """The strategy cannot decode the configured models; no check has failed."""
 
 
 class Subject:
@@ -66,11 +66,11 @@ class Subject:
 
     Attributes:
         cfg: the resolved configuration of the user.
-        small: the same with a small random float64 pair and few stages.
+        small: the same configuration with a small random float64 pair and few stages.
         claims: the losslessness that the verifier declares.
-        full: whether the checks are the deeper ones of ``depth=full``, which decode ``times`` as
-            many requests.
-        pair: returns the pair of a kind (see ``model``), which is built once.
+        full: whether the checks are the deeper ones of ``depth=full``.
+        times: factor by which the checks multiply their numbers of requests.
+        pair: function that returns the pair of models of a kind (see ``model``), built once each.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Subject:
         return sampling_params(self.cfg["sampling"])
 
     def model(self, kind: str) -> dict[str, Any]:
-        """Returns the ``model`` section of a kind of pair.
+        """Returns the ``model`` section for a kind of test pair.
 
-        The draft of "mixed" agrees with the target about every second time, that of "perfect"
-        always, and there distributions are more peaked. The others are as one of the two.
+        The draft of "mixed" predicts about half of the target's tokens, that of "perfect" all, with
+        more peaked distributions. "long" and "window" are like "perfect", the others like "mixed".
         """
         kind, _, family = kind.partition(" ")
         section, perfect = dict(self.small["model"]), kind in ("perfect", "long", "window")
@@ -161,7 +161,7 @@ class Subject:
 
 
 def observe(owner: Any, name: str, *, before: _Hook = None, after: _Hook = None) -> None:
-    """Makes a method of one object call ``before(*args)``, then ``after(result, *args)``."""
+    """Wraps a method of one object: ``before(*args)`` runs first, ``after(result, *args)`` last."""
     method = getattr(owner, name)
 
     def observed(*args: Any, **options: Any) -> Any:
@@ -176,7 +176,7 @@ def observe(owner: Any, name: str, *, before: _Hook = None, after: _Hook = None)
 
 
 def decode_cases(parts: Parts, cases: Sequence[Case], **sizes: int) -> dict[int, Decoded]:
-    """Returns the outputs by case id; arguments as for ``decode_steps``."""
+    """Decodes the cases; returns the outputs by case id. ``sizes`` are as for ``decode_steps``."""
     outputs: dict[int, Decoded] = {}
     for _ in decode_steps(parts, cases, outputs, **sizes):
         pass
@@ -217,7 +217,7 @@ def decode_steps(
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError after ``seconds`` without ``made_progress``; needs the main thread."""
+    """Context manager: TimeoutError after ``seconds`` without ``made_progress`` (main thread)."""
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
         yield
@@ -247,7 +247,7 @@ def _hung(seconds: float, _number: int, frame: FrameType | None) -> None:
 
 
 def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns (ranks beside rank 0, number) of each group of processes that the checks need."""
+    """Returns (ranks beside rank 0, group number) per group of processes that the checks need."""
     executor = _small(cfg)["executor"]
     if not _on_ranks(executor) or cfg["clock"]["kind"] == "simulated":
         return []
@@ -261,7 +261,7 @@ def _on_ranks(executor: Mapping[str, Any]) -> bool:
 
 
 def _shrink(executor: dict[str, Any]) -> int:
-    """Limits stages and degrees; returns the number of devices, 0 if it is no pipeline.
+    """Limits an executor's stages and degrees in place; returns its devices, 0 for no pipeline.
 
     More than ``MAX_STAGES`` in one process would run the same code again.
     """
@@ -322,7 +322,7 @@ def _names_middle(source: Any) -> bool:
 
 
 def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gives a random pair a middle model if the source runs one."""
+    """Returns ``cfg`` with a middle model for a random pair, if the source runs one."""
     model = cfg["model"]
     has_one = model.get("kind") != "random" or model.get("middle_layers")
     if has_one or not _names_middle(cfg["source"]):
@@ -334,11 +334,11 @@ def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shrink_exit(
     executor: dict[str, Any], source: dict[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Computes sizes of a small model whose exits lie on the stages as the configured model's do.
+    """Returns keys of a small model with early exits on the same stages as in the configured one.
 
-    The small model has two layers per stage, or four if there are several exits. Each exit keeps
-    its stage and its place there (at the end, or before it). The last stage is shorter than the
-    others if the configured one is. Exits that would coincide are merged.
+    ``executor`` and ``source`` are changed to fit. The small model has two layers per stage, or
+    four for several exits. Each exit stays at the end of its stage, or before it. The last stage is
+    shorter than the others if the configured one is. Exits that would coincide are merged.
     """
     if "stages" not in executor or "exit_layer" not in model:
         return {}

@@ -82,11 +82,11 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
 def read_values(
     words: Sequence[str], schema: Callable[..., _T], wanted: str, most: float = 1, least: int = 1
 ) -> tuple[list[str], _T]:
-    """Separates names, such as folders, from the keys of a command (the annotated arguments of
-    ``schema``).
+    """Separates names, such as folders, from the keys of a command, which are the annotated
+    arguments of ``schema``.
 
     ``wanted`` describes the names in the error for fewer than ``least`` or more than ``most``.
-    Returns the names, and what ``schema`` makes of the values.
+    Returns the names, and the result of ``schema`` for the keys' values.
     """
     from specdec.config.hydra import read_keys  # `specdec list` does without Hydra
 
@@ -117,8 +117,8 @@ def install_named(
     known: Collection[str],
     install: Callable[[str, Callable[[str], None]], object],
 ) -> bool:
-    """Obeys ``[install NAME...]``, and returns whether there are names; one that is not ``known``
-    is refused as no ``kind``.
+    """Installs the names that follow the word ``install``, and returns whether there are any. A
+    name that is not in ``known`` raises ``UserError``, which calls it no ``kind``.
     """
     if words and (words[0] != "install" or len(words) == 1):
         raise UserError(f"{' '.join(words)}: write `install NAME`")

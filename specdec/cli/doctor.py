@@ -1,4 +1,4 @@
-"""``specdec doctor`` finds which reading of an EAGLE head's files its target accepts best."""
+"""``specdec doctor`` finds the interpretation of an EAGLE head's files with the best acceptance."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ RESULT_FILE = "summary.json"
 
 
 def execute(work: Job | Comparison, folder: Path) -> bool:
-    """Runs a job or a comparison in its folder, and sends its rows to the logger; returns whether
-    it was not complete already.
+    """Runs a job or a comparison in its folder, and sends its rows to the logger; returns False if
+    it was complete already.
     """
     from specdec.runs.jobs import compare_jobs, run_job
 
@@ -53,10 +53,10 @@ def run_in(
     *,
     table: str = "",
 ) -> tuple[Any, bool]:
-    """Does work in its folder as ``specdec.config.folders.run_in`` does, and shows its progress.
+    """Does what ``specdec.config.folders.run_in`` does, and shows the progress of the work.
 
-    ``work`` is called with the ``Progress`` to report to; ``table`` is a file that is printed if
-    the work is complete already.
+    ``work`` is called with the ``Progress`` to which it reports; ``table`` is the name of a file
+    that is printed if the work is complete already.
     """
 
     def shown() -> Any:

@@ -57,15 +57,15 @@ def main(arguments: Arguments) -> int:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as a command line takes it; parts within a list are only counted."""
+    """Returns a value as it is written on a command line; of a list of parts only their number."""
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         return f"({len(value)} parts)"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _about(group: str, path: Path, trees: Trees) -> str:
-    """Describes an option by its title or first comment; parts have their keys and defaults, too,
-    presets the comments "# Needs:" and "# Costs:" of their own and of their parts.
+    """Describes an option by its title or first comment. For a part its keys and defaults follow,
+    for a preset the comments "# Needs:" and "# Costs:" of its file and of its parts' files.
     """
     values = own_values(path)
     if group != "strategy":

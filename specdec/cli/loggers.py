@@ -23,8 +23,8 @@ def check_logger(config: Node, folder: Path) -> None:
 
 
 def log_results(configs: Sequence[Node], rows: Sequence[Node], folder: Path) -> None:
-    """Sends one row of metrics per configuration to the logger of the first one, unless it has
-    received the results of this folder already.
+    """Sends one row of metrics per configuration to the logger of the first configuration, unless
+    this logger has received the results of the folder already.
     """
     node, served = configs[0]["logger"], _served(folder)
     if logger := _logger(node, served):

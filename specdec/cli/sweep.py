@@ -137,8 +137,8 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
 
 
 def with_params(overrides: Words, extra: Trees = ()) -> list[Override]:
-    """Prepends ``hydra.sweeper.params`` of an experiment to the overrides; checks the kind of each
-    ``_target_`` of Hydra's node, so that a mistake is reported before the first job.
+    """Returns ``hydra.sweeper.params`` of an experiment, then the overrides. Also checks the class
+    of each ``_target_`` in Hydra's node, so that a mistake is reported before the first job.
     """
     raw = _first_job(overrides, extra)
     for name, kind in (("launcher", Launcher), ("sweeper", Sweeper)):
@@ -190,7 +190,7 @@ def _run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -
 def run_one(
     config: DictConfig, folder: Path, notes: Path, varying: Words, total: int, trees: Trees
 ) -> None:
-    """Runs a job in its folder below ``folder`` and writes its record into ``notes``."""
+    """Runs one job of a sweep in its folder below ``folder``; writes its record into ``notes``."""
     merged = OmegaConf.create({"hydra": HydraConfig.get()})
     merged.merge_with(config)
     name = _job_name(list(HydraConfig.get().overrides.task), varying)

@@ -93,7 +93,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _verify(job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool) -> Node:
-    """Certifies a configuration in its folder; ``keep`` leaves out one that was lossless before."""
+    """Certifies a job in its folder; with ``keep``, not if it was found lossless there before."""
     from specdec.certify import CHECKS, Report, print_report
     from specdec.certify.certify import certify
     from specdec.certify.report import RESULT_FILE

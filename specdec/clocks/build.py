@@ -12,7 +12,7 @@ from specdec.errors import UserError
 from specdec.parts.build import build_part, locate
 
 _DERIVED = ("kind", "caveat")
-"""Keys that checking the configuration adds to the node of an outside clock."""
+"""Keys that ``config.job`` adds to the node of a clock class outside this library."""
 
 
 def build_clock(
@@ -22,11 +22,11 @@ def build_clock(
     rank: int = CONTROLLER,
     timeline: Timeline | None = None,
 ) -> Clock:
-    """Builds the clock of one process from the resolved node ``clock``, which has the profile's
-    costs.
+    """Builds the clock of one process from the resolved configuration node ``clock``, which
+    contains the costs of the latency profile.
 
-    ``_target_`` names an outside class, whose constructor may also take ``meter``, ``rank`` and
-    ``timeline``.
+    ``_target_`` names a class outside this library, whose constructor may also take ``meter``,
+    ``rank`` and ``timeline``.
     """
     if "_target_" in node:
         runtime = {"meter": lambda: meter, "rank": lambda: rank, "timeline": lambda: timeline}

@@ -16,7 +16,7 @@ from typing import Any
 from specdec.clocks.profile import LatencyProfile, Work
 
 MAX_SPANS = 200_000
-"""Largest number of spans in a timeline (about 40 MB of trace.json); others are only counted."""
+"""Largest number of spans in a timeline (about 40 MB of trace.json); more are only counted."""
 CONTROLLER = 0
 
 
@@ -77,10 +77,10 @@ class ClockReport:
 
     Attributes:
         origin_s: Unix time at the clock's time 0, used to align timelines.
-        pieces: number of priced pieces of work.
-        overruns: pieces whose real work took longer than their price.
+        pieces: number of pieces of work that have a cost in the latency profile.
+        overruns: number of pieces whose real work took longer than their cost.
         busy_s: seconds of work, paced or real.
-        wait_s: the part of ``busy_s`` spent waiting for the price to elapse.
+        wait_s: the part of ``busy_s`` spent waiting for the cost to elapse.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class ClockReport:
 
 @dataclass(slots=True)
 class DraftTime:
-    """Draft work of the controller, compared with the target's times on the same clock.
+    """Time of the controller's draft work, and how much of it runs while the target works.
 
     Attributes:
         hidden_s: the part of ``total_s`` during which a rank of the target was busy.
@@ -129,30 +129,30 @@ class ClockKind(StrEnum):
 class Clock(ABC):
     """Source of all times. Executors and token sources charge their work to it.
 
-    Where ranks are processes, each has its own clock and charges only itself, in three steps:
-    ``start``, the work, ``charge``. A simulated clock accounts for all ranks, and may be charged
-    before the work.
+    Where ranks are processes, each has its own clock. Work is charged in three steps: ``start``,
+    the work, ``charge``. A simulated clock has the times of all ranks, and may be charged before
+    the work.
     """
 
     kind: ClockKind
-    """A class attribute, because composition reads it before a clock is built."""
+    """How the clock obtains its times. It must be a class attribute, to be known in advance."""
     timeline: Timeline | None = None
     """Receives one span per piece of work; None unless the run is traced."""
     drafting: bool = False
     """Whether a token source is running; work charged to the controller is then draft work."""
     profile: LatencyProfile | None = None
-    """Costs of work, for policies that adapt to them."""
+    """Latency profile with the costs of work, for policies that adapt to them; or None."""
     busy_s: Mapping[int, float] | None = None
-    """Rank -> seconds of charged work, for ``bubble_share``; only a simulated clock has it."""
+    """Rank -> seconds of charged work, for the metric ``bubble_share``; simulated clocks only."""
     drafted: DraftTime | None = None
-    """Time of draft work, for ``draft_hidden_share``."""
+    """Time of draft work, for the metric ``draft_hidden_share``; None if it is not recorded."""
     _acting: int | None = None
-    """Rank that the controller's charges go to inside ``on``; a clock with its own times reads it
-    in ``charge``, or overrides ``on``."""
+    """Rank to which charges of the controller inside ``on`` go. A clock with times of its own must
+    read it in ``charge`` or override ``on``; measured clocks ignore it."""
 
     @abstractmethod
     def start(self, rank: int) -> None:
-        """Begins work on the rank, which otherwise begins at its first metered model call."""
+        """Marks the start of work on the rank; by default it is the first metered model call."""
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
@@ -166,8 +166,8 @@ class Clock(ABC):
         """Delays the rank's next work until the work charged to ``to`` has ended."""
 
     def follow(self, rank: int, to: int) -> None:
-        """Does the same as ``align``, for work that continues the schedule: on a paced clock a late
-        wake-up does not delay it.
+        """Does the same as ``align``; on a paced clock, the rank's next work also counts from the
+        planned time if the process wakes up late.
         """
         self.align(rank, to)
 
@@ -185,8 +185,8 @@ class Clock(ABC):
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Charges of the controller inside the block count as work of ``rank``, which begins now,
-        or when that rank's earlier work ends. Measured clocks ignore this.
+        """Makes charges of the controller inside the block count as work of ``rank``, which begins
+        now, or when that rank's earlier work ends. Measured clocks ignore this.
         """
         self.align(rank, CONTROLLER)
         self._acting = rank
@@ -205,7 +205,7 @@ class Clock(ABC):
 
 
 class WallClock(Clock):
-    """A clock of one process; required on the ranks of ``executor.transport=distributed``."""
+    """The clock of one process, in real time; ``executor.transport=distributed`` requires one."""
 
     @abstractmethod
     def report(self) -> ClockReport:

@@ -12,13 +12,13 @@ _HOST = torch.device("cpu")
 
 
 class Meter:
-    """Sums the time of model calls (embedding to logits) and of declared waits.
+    """Sums the time of model calls (embedding to logits) and of waits declared by ``waiting``.
 
-    On a host, a call's time is wall time. On a CUDA device it is the time between two events, which
-    are read when a sum is read, so that no call waits for the device.
+    On a host, a call's time is wall time. On a CUDA device it is the time between two CUDA events,
+    which are read when a sum is read, so that no call waits for the device.
 
     Attributes:
-        wait_s: seconds of declared waits (paced clocks, transport).
+        wait_s: seconds spent in ``waiting`` (paced clocks, transport).
         drafting: whether a token source is running; set by ``DecodeState.drafting``.
     """
 

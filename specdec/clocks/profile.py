@@ -19,8 +19,8 @@ _Ms = Annotated[float, Field(ge=0)]
 class Work(StrEnum):
     """Kinds of work that have a price in a latency profile.
 
-    ``DRAFT``, ``MIDDLE``: a pass of the model of that name. ``EXIT``: an exit head and its output
-    layer.
+    ``STAGE``: a pass of one stage. ``DRAFT``, ``MIDDLE``: a pass of that model. ``HEAD``: the
+    target's output head. ``EXIT``: an exit head with its output layer.
     """
 
     STAGE = "stage"
@@ -41,8 +41,8 @@ class CostCurve:
         tokens: increasing numbers of tokens, at least 1.
         block_tokens, block_ms: beyond the last point, each further block of ``block_tokens``,
             partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
-        devices: factors of the pipeline's devices (ranks 1, 2, ...), at most 1 since the curve is
-            that of the slowest. () makes them equal.
+        devices: factor of the cost on each device of the pipeline (ranks 1, 2, ...), at most 1,
+            since the curve is that of the slowest device; (): all devices are equal.
     """
 
     tokens: tuple[Index, ...]
@@ -87,7 +87,7 @@ class LatencyProfile:
     note: str = ""
 
     def ms(self, kind: Work, num_tokens: int, rank: int = 0) -> float:
-        """Returns the cost on the pipeline's device of that rank; 0: on the slowest."""
+        """Returns the cost in ms on the pipeline's device ``rank``; rank 0: the slowest device."""
         curve = self.costs.get(kind.value)
         if curve is None:
             return 0.0
@@ -100,8 +100,8 @@ class Prices:
 
 
 def curve_at(curves: Mapping[Any, Mapping[str, Any]], degree: int) -> dict[str, Any]:
-    """Interpolates the cost curve of a parallel degree between the two nearest in ``curves``
-    (degree -> curve, all of the same ``tokens``).
+    """Returns the cost curve for a degree of parallelism, interpolated between the two nearest
+    degrees in ``curves`` (degree -> curve, all with the same ``tokens``).
     """
     by_degree = {int(number): curve for number, curve in curves.items()}
     if degree in by_degree:

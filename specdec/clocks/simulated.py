@@ -24,7 +24,7 @@ class SimulatedClock(Clock):
         self._prices = Prices(profile, scale)
 
     def start(self, rank: int) -> None:
-        """Does nothing: work begins at the rank's time."""
+        """Does nothing, because work begins at the rank's current virtual time."""
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
         if self._acting is not None and rank == CONTROLLER:
@@ -50,7 +50,7 @@ class SimulatedClock(Clock):
         self._time[rank] = max(self._time[rank], until_s)
 
     def cancel(self, rank: int, since_s: float, free_s: float) -> None:
-        """Takes back the rank's work from ``since_s`` on; it is free from ``free_s`` on."""
+        """Removes the rank's work after ``since_s``; the rank is then free from ``free_s`` on."""
         self.busy_s[rank] -= self._time[rank] - since_s
         self._time[rank] = free_s
         if self.timeline is not None:

@@ -40,8 +40,8 @@ def end_timed_run() -> None:
 
 @contextmanager
 def timed_run() -> Iterator[None]:
-    """Marks the block as a timed run, within which no CUDA graph is captured: shapes seen first
-    within it run without a graph until it has ended.
+    """Marks the block as a timed run, in which no CUDA graph is captured: passes of a shape that
+    occurs there for the first time run without a graph until the block has ended.
     """
     begin_timed_run()
     try:

@@ -16,8 +16,8 @@ from specdec.clocks.profile import LatencyProfile, Prices, Work
 
 
 class MeasuredClock(WallClock):
-    """The wall clock of one process. It times its own rank only; ranks synchronise by waiting for
-    messages.
+    """The wall clock of one process. It times the rank of that process only; ranks synchronise by
+    waiting for messages.
     """
 
     kind = ClockKind.MEASURED
@@ -29,7 +29,7 @@ class MeasuredClock(WallClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """``meter`` gives the start of work and receives waits. Charges of ranks other than
+        """``meter`` tells when model calls began, and counts waits. Charges of ranks other than
         ``rank`` are ignored.
         """
         self.rank = rank
@@ -47,8 +47,8 @@ class MeasuredClock(WallClock):
             self._start, self._planned = self.now(), False
 
     def _take_start(self) -> tuple[float, bool]:
-        """Returns the start of the work (the planned one, else the first metered model call, else
-        the last start or end), and whether it continues the work charged before.
+        """Returns when the work to charge began (the planned start, else the first metered model
+        call, else the last ``start`` or charge), and whether it continues the work charged before.
         """
         called, planned = self._meter.take_began(), self._planned
         self._planned = False
@@ -107,12 +107,12 @@ class PacedClock(MeasuredClock):
     Processes, messages and values are real; each rank waits for the rest of its work's cost, so
     that devices overlap on few cores as they would on many. These waits are declared to the meter
     and do not count as overhead. Work that takes longer than its cost is an *overrun*; a run with
-    more than 2 % of them is not valid, and a larger ``scale`` is the remedy. Everything charged
-    after one start counts as one piece of work.
+    more than 2 % overruns is not valid, and a larger ``scale`` is the remedy. Everything charged
+    after one ``start`` counts as one piece of work.
 
-    All ranks follow one schedule. Charges of *other* ranks advance their planned times, by the same
-    calls as on a simulated clock: the controller ends a step when the slowest stage is due, plans
-    the next step from the end of the slowest transfer, and a stage begins when its rows are due.
+    All ranks follow one schedule. Charges of *other* ranks advance the times planned for them, by
+    the same calls as on a simulated clock: a step ends at the planned end of its slowest stage, the
+    next is planned from the slowest transfer's end, a stage begins at its rows' planned arrival.
     """
 
     kind = ClockKind.PACED
@@ -128,7 +128,7 @@ class PacedClock(MeasuredClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """``scale`` multiplies every cost; kinds of work without a price take their real time."""
+        """``scale`` multiplies every cost; work without a cost in the profile takes real time."""
         super().__init__(meter=meter, rank=rank, timeline=timeline)
         self.profile = profile
         self.scale = scale
@@ -146,8 +146,8 @@ class PacedClock(MeasuredClock):
             self._late = False
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Waits until the work's cost has elapsed, or counts an overrun; a charge of another rank
-        advances its planned time, and work without a price ends now.
+        """Waits until the work's cost has elapsed, or counts an overrun; work without a cost ends
+        now. A charge of another rank advances the time planned for it.
         """
         if num_tokens <= 0:
             return
@@ -181,9 +181,9 @@ class PacedClock(MeasuredClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """Makes the next work of ``rank`` start no earlier than the planned time of ``to``. The
-        planned time of this process's own rank is the present or, if later, the earliest start of
-        its next work.
+        """Makes the next work of ``rank`` start no earlier than the time planned for ``to``. For
+        this process's own rank, that is the present time or, if later, the earliest start of its
+        next work.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])
@@ -192,7 +192,7 @@ class PacedClock(MeasuredClock):
             self._plans[rank] = max(self._plans[rank], at)
 
     def follow(self, rank: int, to: int) -> None:
-        """Counts this rank's next work from the planned time of ``to``, even if it begins late."""
+        """Counts this rank's next work from the time planned for ``to``, even if it begins late."""
         if rank == self.rank:
             at = self._plans[to]
             self._start = at if self._start is None else max(self._start, at)

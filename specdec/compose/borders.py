@@ -44,7 +44,7 @@ def _candidates_fault(
 
 
 def candidates_fault(found: Candidates, num_nodes: int, k: int, vocab_size: int | None) -> str:
-    """Says which rule of ``Candidates`` is broken; "" if none is."""
+    """Says in words which rule of ``Candidates`` is broken; "" if none is."""
     tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
     if not all(isinstance(array, np.ndarray) for array in (tokens, logprobs, counts)):
         return "candidates whose tokens, logprobs or counts are no NumPy arrays"
@@ -84,7 +84,7 @@ def _nodes_fault(found: Nodes, _vocab_size: int, state: DecodeState, _source: To
 
 
 def selection_fault(request: RequestState, ids: Any) -> str:
-    """Says which rule of ``TreePolicy.select`` nodes of a request break; "" if none."""
+    """Says which rule of ``TreePolicy.select`` the nodes ``ids`` of a request break; "" if none."""
     ids, tree = np.asarray(ids), request.tree
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
         return f"ids of shape {ids.shape} and dtype {ids.dtype}, not int64[W]"
@@ -139,13 +139,13 @@ _METHODS: dict[type, tuple[str, type, Callable[..., str]]] = {
     Verifier: ("verify", list, _verdicts_fault),
     Executor: ("collect", Output, _answers_fault),
 }
-"""Base class of a part -> its method that is checked, the type that it must return, and a function
-of the result, the vocabulary's size and the method's arguments that says what is wrong.
+"""Base class of a part -> name of the method that is checked, the type that it must return, and a
+function of the result, the vocabulary's size and the method's arguments that says what is wrong.
 """
 
 
 def guard(part: Any, label: str, vocab_size: int) -> None:
-    """Makes the methods of a part raise ``BrokenPart`` for wrong results, calling it ``label``."""
+    """Makes a part's method raise ``BrokenPart`` for a wrong result; ``label`` names the part."""
     name, wanted, fault_of = next(of for base, of in _METHODS.items() if isinstance(part, base))
     method = getattr(part, name)
 

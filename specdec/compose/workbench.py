@@ -69,7 +69,7 @@ class Planned:
 
 
 def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
-    """Plans an executor, for ``Workbench.parts``: ``planned(PipelineExecutor, pair, stages=8)``."""
+    """Plans an executor for ``Workbench.parts``, as in ``planned(LocalExecutor, pair)``."""
     return Planned(cls, cls.plan(pair, **keys))
 
 
@@ -163,7 +163,7 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """Decodes ``requests`` and yields the commits of each step, each run in inference mode; the
+        """Decodes ``requests`` in torch's inference mode and yields the commits of each step; the
         arguments after ``state`` are those of ``FifoScheduler``.
         """
         scheduler = self.scheduler(
@@ -227,8 +227,8 @@ class Workbench:
         """Returns a runner of the draft model.
 
         If ``plan`` distributes the draft over several processes, these share it by tensor
-        parallelism and end with the executor that ``parts`` builds for this plan, or with
-        ``ranks.release``. RankFailure: a rank failed while loading.
+        parallelism; they end with the executor that ``parts`` builds for this plan, or with
+        ``ranks.release``. Raises RankFailure if a rank fails while it loads.
         """
         if self.ranks is not None and isinstance(plan, PipelinePlan) and plan.distributed:
             place = plan.placements.get("draft")
@@ -237,15 +237,15 @@ class Workbench:
         return self.pair.runner("draft", self.meter)
 
     def source_pair(self) -> ModelPair:
-        """Returns the pair for token sources; if other processes run the target, this process loads
-        single layers of it at most.
+        """Returns the model pair for token sources; if other processes run the target, this process
+        loads at most single layers of the target.
         """
         return self.pair if self.ranks is None else self.pair.without_target()
 
     def make_first_stage(self, plan: EarlyExitPlan, layers: Sequence[int]) -> FirstStage:
         """Returns the target's first layers with their exit heads, shared by source and executor.
 
-        ``layers`` has the number of layers before each exit. Only the first call builds.
+        ``layers`` has the number of layers before each exit. Later calls return the same object.
         """
         if self._first_stage is None:
             self._first_stage = FirstStage.of(
@@ -267,9 +267,9 @@ class Workbench:
 
         Args:
             executor: see ``planned``; default: the local executor.
-            stages: in place of ``executor``: number of stages of a pipeline with one device each,
-                with ``ranks`` a process each.
-            serving: how requests share the target; by default a step may have nodes of all.
+            stages: instead of ``executor``, the number of stages of a pipeline: one device each,
+                and one process each if the workbench has ``ranks``.
+            serving: how requests share the target. Default: a step may have nodes of all requests.
         """
         if executor is None:
             transport = "in_process" if self.ranks is None else "distributed"
@@ -312,21 +312,21 @@ class Workbench:
     ) -> Mapping[str, Callable[[], Any]]:
         """Returns the objects that parts of a kind may request, name -> factory.
 
-        Constructors of policies and sources request them as arguments, executors as arguments of
-        ``build``. The parts are made in this order: plan of the executor, policy, verifier, source,
-        executor.
+        The constructor of a policy or source requests an object by an argument of its name, an
+        executor by an argument of ``build``. The parts are made in this order: plan of the
+        executor, verifier, policy, source, executor.
 
         Policies:
             latency: steps from submission to answer; None if answers arrive at any time.
             in_flight: number of batches that the target works on at the same time.
-            profile: of the clock; None for the wall clock.
+            profile: latency profile of the clock; None on a measured clock.
         Sources and executors:
             pair: the models.
             clock, meter: the clock is charged for work, the meter times model calls.
             draws: ``KeyedDraws`` of the run's seed.
         Sources:
             runner: name of a model (draft, middle) -> its ``ModelRunner``.
-            vocab_size: of the target.
+            vocab_size: the target's vocabulary size.
             sample: whether candidates are sampled, for verifiers that need their distribution.
             make_first_stage: builds the target's first layers with exit heads (``FirstStage``),
                 given the number of layers before each exit; None where the executor returns exits.
@@ -335,7 +335,7 @@ class Workbench:
         Executors:
             blocks: number of blocks of each stage's paged cache (None: not paged), and tokens per
                 block.
-            first_stage: the one that the source has built; None without one.
+            first_stage: the ``FirstStage`` that the source has built; None if it built none.
             over_ranks: runs the stages of a pipeline on processes
                 (``specdec.executors.models.OverRanks``); None where everything runs in this one.
         """
@@ -381,8 +381,8 @@ def compose(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
 def build_parts(
     cfg: Mapping[str, Any], bench: Workbench, *, verifier: Verifier | None = None
 ) -> Parts:
-    """Builds the parts of a configuration with clock, seed and models of a workbench; a given
-    ``verifier`` replaces the configuration's.
+    """Builds the parts of a configuration with clock, seed and models of a workbench; ``verifier``,
+    if given, replaces the configuration's verifier.
     """
     with _in_words(cfg):
         policy, judge, executor, serving = _chosen(cfg, bench, verifier)
@@ -408,14 +408,14 @@ def build_parts(
 
 
 def check_parts(cfg: Mapping[str, Any], pair: ModelPair) -> None:
-    """Refuses a policy, verifier and clock that do not fit together, before models are loaded."""
+    """Raises ``UserError`` if policy, verifier and clock do not fit together; loads no models."""
     with _in_words(cfg):
         _chosen(cfg, Workbench(pair, clock=build_clock(cfg["clock"], Meter())), None)
 
 
 @contextmanager
 def _in_words(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """Rules name classes; in their errors these become the words that chose them."""
+    """Replaces class names in errors of the block by the options that chose the classes."""
     try:
         yield
     except UserError as error:
@@ -429,7 +429,7 @@ def _in_words(cfg: Mapping[str, Any]) -> Iterator[None]:
 def _chosen(
     cfg: Mapping[str, Any], bench: Workbench, verifier: Verifier | None
 ) -> tuple[TreePolicy, Verifier, Planned, ServingRules]:
-    """Builds and checks what loads no models."""
+    """Builds and checks the parts that need no models; the executor is only planned."""
     executor = plan_executor(cfg["executor"], bench.pair)
     serving = ServingRules.of(**cfg["serving"]) if "serving" in cfg else ServingRules()
     judge: Verifier = verifier or build_part(cfg["verifier"], {}, "verifier", Verifier)
@@ -445,8 +445,8 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
-    """Returns the processes of a distributed executor; None if everything runs in this process, as
-    on a simulated clock, which computes the ranks' times.
+    """Returns what starts the processes of a distributed executor; None if all runs in this one, as
+    on a simulated clock, which computes the times of all ranks.
     """
     node = cfg["executor"]
     if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:
@@ -481,12 +481,12 @@ def build(
         parts = specdec.build("speculative", Workbench(pair), verifier=RejectionVerifier())
 
     Args:
-        preset: its name (``specdec list strategies``).
+        preset: name of the strategy (``specdec list strategies``).
         bench: models, clock and seed. Default: the bundled pair and the wall clock.
-        verifier: replaces the preset's.
+        verifier: replaces the preset's verifier.
         keys: values of the preset's keys (``width``, or in full ``**{"policy.width": 4}``) or
-            options of its groups (``executor="pipeline"``); None leaves the preset's. ``stages``
-            moves a preset of one device to a pipeline.
+            options of its groups (``executor="pipeline"``); None keeps the preset's value.
+            ``stages`` moves a preset of one device to a pipeline.
     """
     # Imported here: Hydra is not needed to put parts together.
     from specdec.config.hydra import compose_config

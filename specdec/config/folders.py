@@ -40,12 +40,12 @@ def safe_name(text: str) -> str:
 
 
 def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> tuple[Any, bool]:
-    """Does the work of a configuration in its folder, unless it was complete already; returns what
-    the work returned, or the stored result, and whether the work was done now.
+    """Calls ``work`` for a configuration in its folder, unless the folder has the result already.
+    Returns the result, new or stored, and whether ``work`` was called.
 
-    Of work that is refused before its first result nothing is left, so that the corrected command
-    can use the same folder; any other end is written to ``status.json``. ``result`` is the file
-    that the work writes last, "" for work that is always repeated.
+    ``result`` is the file that ``work`` writes last; "" always repeats the work. ``status.json``
+    says how the work ended. If it raises ``UserError`` before it has written a file, nothing is
+    left in the folder, so that the corrected command can use it.
     """
     existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
     status = {"status": "ok", "error": ""}
@@ -77,8 +77,8 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
 
 
 def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
-    """Assigns a new or empty folder to a configuration by writing its ``config.yaml``; returns
-    the content of ``result`` if it exists already, and refuses other folders.
+    """Assigns a new or empty folder to a configuration by writing its ``config.yaml``. Returns the
+    content of the file ``result`` if it exists; raises ``UserError`` for a folder of other work.
     """
     at, other = f"output_dir={folder}", "name another folder or delete that one"
     if folder.exists() and not folder.is_dir():
@@ -114,7 +114,7 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
 
 
 def _computed(config: Node) -> dict[str, Any]:
-    """What a run computes, which is its identity: everything but where results are sent."""
+    """Returns the values that identify what a run computes: all but those of the logger."""
     return {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
 
 
@@ -144,8 +144,8 @@ def as_yaml(config: Node) -> str:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Locks a folder; refuses one that another process of this library has locked. Folders that the
-    system cannot lock (some network file systems) are not locked.
+    """Locks a folder; raises ``UserError`` if another process has locked it. Folders that the
+    system cannot lock (some network file systems) stay unlocked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -32,7 +32,7 @@ from specdec.parts.fields import did_you_mean, errors_of, signature_of
 Words = Sequence[str]  # overrides in Hydra's grammar
 
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
-"""Errors that Hydra raises for bad overrides; the last two for a group set to null or numbers."""
+"""Errors that Hydra raises for bad overrides; the last two if a group is null or a number."""
 
 _ADDED = {  # groups whose options are not the library's -> where they come from
     "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
@@ -43,8 +43,8 @@ _ADDED = {  # groups whose options are not the library's -> where they come from
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """Resolved values, the option chosen in each group, and the trees searched besides the
-    library's own.
+    """A composed configuration: its resolved values, the option chosen in each group, and the
+    configuration trees that were searched besides the library's own.
     """
 
     values: dict[str, Any]
@@ -77,8 +77,8 @@ def key_of(override: Override) -> str:
 
 
 def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
-    """Separates keys that a command reads itself from the other overrides; returns their values, of
-    which the last one of a key counts (those of a sweep as text), and the others.
+    """Separates ``keys``, which a command reads itself, from other overrides. Returns the value by
+    key (the last one counts; several values of a sweep stay text), and the other overrides.
     """
     parsed, own = parse(overrides), dict[str, Any]()
     for o in parsed:
@@ -89,8 +89,8 @@ def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """Splits words into those that set no key of a schema, and the values of its keys, of which a
-    text is taken literally and a list needs no brackets.
+    """Returns the words that set no key of a schema, and the values of the schema's keys. Values of
+    text keys are taken literally, and lists need no brackets.
     """
     keys, others, values = signature_of(schema).plain, list[str](), dict[str, Any]()
     for word in words:
@@ -109,7 +109,7 @@ def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict
 
 
 def compose_config(overrides: Words, *, name: str = "config", extra: Trees = ()) -> Composed:
-    """Composes a root (config, compare or profiling) with overrides into resolved, plain values."""
+    """Composes the root file ``name`` with overrides into a configuration of resolved values."""
     return plain(compose_raw(overrides, name=name, extra=extra), extra)
 
 

@@ -1,4 +1,4 @@
-"""Jobs are checked configurations in the form that the engine takes."""
+"""Composes overrides into jobs, which are checked configurations that can be run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
@@ -223,8 +223,8 @@ def checked_job(composed: Composed) -> Job:
 
 
 def _mixture_with_head(config: Node) -> dict[str, Any] | None:
-    """Returns a mixture whose draft model is replaced by the EAGLE head of a target that has no
-    draft model; None where nothing has to be replaced.
+    """If a target has an EAGLE head but no draft model, returns the node of its mixture source with
+    the head in place of the draft model; else None.
     """
     source, model = config.get("source", {}), config["model"]
     if model["kind"] != "pretrained" or model["draft"] or not model["eagle_head"]:
@@ -253,8 +253,8 @@ def _check_own_decoding(name: str, config: Node) -> None:
 
 
 def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int, tuple[str, ...]]:
-    """Checks the models' files, which is faster than loading them; returns the number of the
-    target's layers, and warnings.
+    """Checks the models' files without loading the models; returns the number of the target's
+    layers, and warnings.
     """
     from specdec.models.inspection import inspect_pair
 

@@ -61,8 +61,8 @@ def config_tree(name: str | Path) -> Path:
 
 
 def options(group: str, extra: Trees = ()) -> dict[str, Path]:
-    """Returns a group's options, name -> YAML file, sorted; files that begin with an underscore are
-    none, and trees in ``extra`` take precedence.
+    """Returns a group's options, name -> YAML file, sorted. Files whose name begins with an
+    underscore are not options; trees in ``extra`` take precedence.
     """
     paths: dict[str, Path] = {}
     for root in (*extra, config_dir()):
@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[str]:
 def first_comment(path: Path) -> str:
     """Returns the file's description: its first comment, which may take several lines.
 
-    Hydra's package header is no description.
+    Hydra's package header (``# @package``) is skipped.
     """
     found = list[str]()
     for line in _lines(path):
@@ -102,8 +102,8 @@ def first_comment(path: Path) -> str:
 
 
 def stated(path: Path, what: str) -> str:
-    """Returns the text of the comment ``# <what>: ...`` in an option's YAML, or in one that its
-    defaults list extends; "" if none has it.
+    """Returns the text of the comment ``# <what>: ...`` in an option's YAML or, if it has none, in
+    a YAML of its defaults list; "" if there is no such comment.
     """
     seen, waiting = set[Path](), [path]
     while waiting:

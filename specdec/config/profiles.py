@@ -1,6 +1,6 @@
-"""Loads latency profiles by name or path, and sets what follows from one in a configuration.
+"""Loads latency profiles by name or path, and sets configuration values that depend on them.
 
-That is costs by degree of parallelism and draft, and expansions by the ratio of costs.
+These are the costs for the degrees of parallelism and the draft, and ``policy.d`` if it is a ratio.
 """
 
 from pathlib import Path
@@ -83,8 +83,8 @@ _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Sets ``clock.costs`` for the executor's degrees and the draft, and ``policy.d`` to a number;
-    refuses what does not follow from the profile, such as an unknown degree.
+    """Returns ``config`` with ``clock.costs`` for the executor's degrees of parallelism and the
+    draft, and ``policy.d`` as a number; raises ``UserError`` if the profile lacks their times.
     """
     clock, executor = dict(config["clock"]), config["executor"]
     if degrees := clock.pop("degrees", None):
@@ -108,8 +108,8 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 def with_caveat(config: Node, num_layers: int) -> dict[str, Any]:
     """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
 
-    A profile has the time of one stage of its testbed: with another number of stages the simulated
-    target is another. On a measured clock, devices that share a process run one after the other.
+    A profile has the time of one stage of its testbed, so with another number of stages it models
+    another target. On a measured clock, devices that share a process run one after the other.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
     several = (executor.get(key) or 1 for key in ("stages", *_DEGREES.values()))
@@ -135,8 +135,8 @@ def with_caveat(config: Node, num_layers: int) -> dict[str, Any]:
 def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
     """Returns the clock's section with the time of the draft ``name``; unchanged for None.
 
-    A profile without draft times charges no draft, so it fits every one; one with the times of
-    other drafts only is refused.
+    A profile without draft times fits every draft, which then costs nothing; a profile that has
+    only the times of other drafts is refused.
     """
     own, others = clock.pop("draft_name", None), clock.pop("drafts", {})
     if name is None or name == own or "draft" not in clock.get("costs", {}):
@@ -153,8 +153,8 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
 
 
 def _with_degrees(clock: Node, degrees: Node, executor: Node) -> dict[str, Any]:
-    """Returns the clock's section with the costs of the executor's tensor-parallel degrees (null:
-    unchanged); degrees between those of the profile are interpolated, and the note says so.
+    """Returns the clock's section with the costs for the executor's tensor-parallel degrees (null:
+    unchanged). Degrees between those of the profile are interpolated, which the note states.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():
@@ -174,8 +174,8 @@ def _with_degrees(clock: Node, degrees: Node, executor: Node) -> dict[str, Any]:
 
 
 def _expansions(policy: Node, clock: Node) -> int:
-    """Returns d of SwiftSpec section 5.5: how many draft passes of w leaves fit beside a target
-    pass of bs nodes, at least 1; ``ratio_plus_one`` adds one.
+    """Returns d of SwiftSpec section 5.5: how many draft passes of w leaves take as long as one
+    target pass of bs nodes, at least 1; ``ratio_plus_one`` adds one.
     """
     if "costs" not in clock or not {"stage", "draft"} <= clock["costs"].keys():
         raise UserError(

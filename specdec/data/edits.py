@@ -3,7 +3,7 @@
 They are made from held-out modules (``data.stdlib``) without a model: rules apply the edits, so
 each turn has a prompt and the completion of a model that follows it. In turns of kind ``rewrite``
 the prompt contains the file and the completion is its whole new version; in turns of kind
-``resume`` the file occurs only in earlier turns. All choices are keyed by names (CRC-32).
+``resume`` the file occurs only in earlier turns. CRC-32 sums of names determine all choices.
 """
 
 import ast
@@ -85,7 +85,7 @@ def edit_turns() -> tuple[Turn, ...]:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, str]]:
-    """Yields neighbouring definitions of about one file's size: (name of the first, source)."""
+    """Yields neighbouring definitions that together make one file: (name of the first, source)."""
     lines, name, parts = text.split("\n"), "", [""]
     for node in parsed(text).body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):

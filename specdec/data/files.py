@@ -29,7 +29,7 @@ def data_folder(*, name: str, places: str) -> Path:
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """Finds a file, with or without .gz on disk, or a folder, whose name ends in "/"."""
+    """Finds a file, or its .gz, or a folder if the name ends in "/"; None if it is missing."""
     if name.endswith("/"):
         return folder / name if (folder / name).is_dir() else None
     return next(filter(Path.is_file, (folder / name, folder / f"{name}.gz")), None)
@@ -96,8 +96,8 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
-    """Returns the text of a record's field, in which dots descend into mappings and lists; missing,
-    blank and other values are refused with ``where`` and ``hint``.
+    """Returns the text of a record's field; dots in its name descend into mappings and lists.
+    UserError, with ``where`` and ``hint``: it is missing, blank or no text.
     """
     value: Any = record
     for key in field.split("."):

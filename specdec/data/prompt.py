@@ -20,8 +20,8 @@ CHAT_DATE = "01 Jan 2025"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. Its random draws depend on its ``id``, the index in the data set whatever limit,
-    order and subset; in ``mixed`` 1,000,000 times the set's number plus the index in that set.
+    """One prompt. Random numbers of decoding depend on its ``id``: the index in the whole data set,
+    whatever limit, order and subset; in ``mixed``, 1,000,000 times the number of the set are added.
     """
 
     id: int
@@ -35,7 +35,7 @@ class Prompt:
 
 
 class DataReader(ABC):
-    """Reads the prompts of a data set outside this library (``data=`` with ``_target_``).
+    """Base class of readers of data sets outside this library (``data=`` with ``_target_``).
 
     Limit, sample, chat template and lengths of ``data=`` are applied afterwards.
     """
@@ -43,7 +43,7 @@ class DataReader(ABC):
     @abstractmethod
     def prompts(self) -> Iterable[Prompt]:
         """Returns prompts with different ids, in the data set's order; UserError for a missing file
-        or an unreadable record. Called before a run, for the first prompt only, and in the run.
+        or an unreadable record. Called twice: for the first prompt before a run, and in the run.
         """
 
     def provenance(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def prompt_tokens(
 def fit_prompt(
     tokens: npt.ArrayLike, *, max_len: int, truncation: str = "left", label: str = "prompt"
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Truncates a tokenized prompt to ``max_len``; returns int64[T] and the number of tokens
-    dropped: the first ones ("left"), or refused ("error", naming ``label``).
+    """Truncates a tokenized prompt; returns at most ``max_len`` tokens, int64[T], and the number
+    dropped. ``truncation``: "left" drops the first, "error" is a UserError that names ``label``.
     """
     row = np.asarray(tokens, np.int64)
     if row.ndim != 1 or not len(row):

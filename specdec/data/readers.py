@@ -1,8 +1,8 @@
 """Readers of file formats.
 
 A reader takes a path and a subset and yields ``DataRecord``s in the order of the set. Records of
-other subsets are skipped but counted: random draws are keyed by the index, which therefore must not
-depend on ``data.subset``. Formats without subsets ignore it.
+other subsets are skipped but counted: random numbers depend on a record's index, which therefore
+must not depend on ``data.subset``. Formats without subsets ignore the argument.
 """
 
 import csv

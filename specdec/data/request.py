@@ -31,7 +31,7 @@ from specdec.parts.fields import Count, Index, Text, errors_of, signature_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Keys of ``data=``, and the reader of a set outside this library."""
+    """The keys of the section ``data``, and the reader of a data set outside this library."""
 
     name: Text  # one of ``DATASETS``
     limit: Count | None = None  # largest number of prompts; None for all

@@ -35,8 +35,8 @@ class Texts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SetFile:
-    """A file (also .gz) or, ending in "/", folder in the data folder that may contain a set's
-    records; ``{subset}`` is replaced by the subset.
+    """A file (perhaps .gz), or a folder if the name ends in "/", that may contain a set's records;
+    it is relative to the data folder. ``{subset}`` is replaced by the subset.
     """
 
     file: str
@@ -230,8 +230,8 @@ def require_known(name: str) -> None:
 
 
 def place_of(name: str, subset: str | None = None) -> tuple[SetFile, Path]:
-    """Finds the first existing file of a set, of the first subset by default; the error for missing
-    files names the possible ones.
+    """Finds the first existing file of a set, by default of its first subset; UserError, with all
+    possible files, if there is none.
     """
     entry = SETS[name]
     files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]

@@ -1,9 +1,9 @@
-"""The pipeline executor over ranks: the controller's side.
+"""The controller's side (rank 0) of a pipeline whose stages run in other processes (ranks).
 
-Implements the steps of ``PipelineExecutor`` with messages. Per step, rank 0 sends one message to
-the first stage (the batch) and one to every rank (the commits). The last rank replies with tokens,
-ranks with early exits with candidates, and ranks whose hidden states a part needs with those. Both
-sides know from ``InFlightRows`` which rows are alive.
+It implements the steps of ``PipelineExecutor`` with messages. In every step, rank 0 sends the batch
+to the first stage and the commits to every rank. The last rank replies with tokens, ranks with
+early exits reply with candidates, and ranks whose hidden states are needed reply with these. Rank 0
+and every other rank know from an ``InFlightRows`` of their own which rows have not been pruned.
 """
 
 import threading
@@ -43,9 +43,9 @@ class DistributedExecutor(Executor):
         latency, in_flight: number of stages.
         counters: batches and rows that entered the first stage.
         hidden: names of the hidden states that come with the target's tokens, on the host. Ranks
-            send them once computed; rank 0 keeps them until those tokens arrive.
-        early_hidden: names of those that ``poll`` or ``collect`` returns in the step in which they
-            are computed.
+            send them when they are computed; rank 0 stores them until the tokens arrive.
+        early_hidden: names of the hidden states that ``poll`` or ``collect`` returns in the step in
+            which they are computed.
     """
 
     can_poll = True
@@ -61,8 +61,8 @@ class DistributedExecutor(Executor):
         draft: DraftGroup | None = None,
         group_number: int = 0,
     ) -> None:
-        """Starts or joins the ranks and makes them load their layers; they shut down with this
-        executor, those of ``draft`` too.
+        """Starts the ranks, or joins running ones, and makes them load their layers; ``shutdown``
+        releases them, and the ranks of ``draft``.
 
         Raises:
             RankFailure: a rank ends while it loads, or later makes no progress for ``timeout_s``.
@@ -125,7 +125,7 @@ class DistributedExecutor(Executor):
                         self._times.exit(part.group - 1, at_exit.num_nodes)
 
     def _begin(self, batch: Batch, ranks: Sequence[int]) -> None:
-        """Begins a step, and tells ``ranks`` its batch."""
+        """Begins a step and sends its batch to ``ranks``."""
         self._tick += 1
         self._step = batch.step
         self._in_step = True
@@ -287,7 +287,7 @@ class DistributedExecutor(Executor):
 
 @dataclass(slots=True)
 class _Unanswered:
-    """A batch of which rank 0 awaits replies."""
+    """A submitted batch whose answers have not been returned yet."""
 
     tick: int
     missing: set[ReplyKey]
@@ -298,12 +298,12 @@ class _Unanswered:
 class FreeExecutor(DistributedExecutor):
     """A pipeline whose ranks wait only for what they receive (PPSD, Algorithm 1).
 
-    A step is one pass of the first stage: it ends when that pass, with its exit head, has ended,
-    and the oldest batch whose answers have arrived is read (line 3). A step ends at once if further
-    answers wait already; one without rows, or with ``in_flight`` batches unanswered, ends with the
-    next reply. So the number of steps depends on times (``latency`` is the number of stages),
-    and the tokens do not: a node's answer is passed on in a step after that of its last exit, when
-    the policy has seen its children.
+    A step is one pass of the first stage: it ends when that pass and its exit head have ended, and
+    returns the answers to the oldest batch if they have arrived (line 3). It ends at once if these
+    answers have arrived before; a step without rows, or with ``in_flight`` unanswered batches, ends
+    with the next reply. The number of steps thus depends on times (``latency`` is the number of
+    stages), but the tokens do not: a batch's answers are returned in a later step than its last
+    exits, so that the policy has seen the children that these propose.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -354,8 +354,8 @@ class FreeExecutor(DistributedExecutor):
         self._in_step = False
 
     def _waits_for(self, exits: Sequence[Exits] = ()) -> set[ReplyKey]:
-        """Returns the replies of which one must arrive before the step can end; ``exits`` have
-        arrived in it.
+        """Returns the keys of the replies of which one must arrive before the step can end; none if
+        it can end now. ``exits`` have arrived in this step.
         """
         if self._has_answers():
             return set()

@@ -1,4 +1,4 @@
-"""The process that forks the ranks which a command or a script starts on its own machine.
+"""A process that forks ranks for the command or script that has started it.
 
 Importing torch and transformers takes seconds of CPU time, which this process spends once for all
 groups of ranks of its parent. ``multiprocessing``'s forkserver lacks two things: it leaves stopped
@@ -6,12 +6,12 @@ children behind when the parent is killed, and it runs the user's main script ag
 which fails for scripts without an ``if __name__ == "__main__"`` guard.
 
 ``launch`` runs this module with one end of a socket pair as standard input, and sends a further
-socket through it for each group of ranks. This process then forks the parent of the group's ranks,
-which it calls the keeper: it forks the ranks, and kills those that remain, stopped ones included,
-when its socket closes, that is when rank 0 closes it or dies. On that socket rank 0 sends one JSON
-line (``launch.Processes``). The keeper answers with a line per event: {"keeper": pid, "pids":
-[...]} after forking, in the order of ranks, then {"rank": r, "status": s} per ended rank (negative:
-signal).
+socket through it for each group of ranks. This process then forks a *keeper*, the parent of the
+group's ranks. The keeper forks the ranks; when its socket closes, because rank 0 has closed it or
+has died, the keeper kills the ranks that are left, also stopped ones. On that socket rank 0 sends
+one JSON line (``launch.Processes``), and the keeper one line per event: {"keeper": pid, "pids":
+[...]} after forking, in the order of ranks, then {"rank": r, "status": s} for each rank that ends
+(a negative status is a signal).
 """
 
 import json
@@ -36,7 +36,7 @@ _POLL_S = 0.05
 
 
 def main() -> int:
-    """Forks a keeper for each socket that standard input brings, until it closes."""
+    """Forks a keeper for each socket received through standard input, until that is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles both, and then ends the ranks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
@@ -83,8 +83,8 @@ def _keep_and_exit(connection: socket.socket) -> NoReturn:
 
 
 def _watch(connection: socket.socket, ranks: dict[int, int]) -> bool:
-    """Reports each rank's end and removes it from ``ranks`` (pid -> rank); returns whether the
-    connection closed before all had ended.
+    """Reports each rank that ends to rank 0 and removes it from ``ranks`` (pid -> rank). Returns
+    True if the connection closed before all ranks had ended.
     """
 
     def send(event: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def _run_rank(rank: int, request: dict[str, Any]) -> NoReturn:
 
 
 def _redirect(log: Path) -> None:
-    """Makes ``log`` this process's output, and its input empty."""
+    """Redirects this process's output and errors to ``log``; its standard input becomes empty."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

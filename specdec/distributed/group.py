@@ -1,4 +1,4 @@
-"""Rank 0's connection to a group of ranks: sessions, messages, replies, and who failed first."""
+"""Rank 0's connection to a group of ranks: sessions, messages, replies and failure detection."""
 
 import itertools
 import json
@@ -39,18 +39,18 @@ _STALE_S = 3 * HEARTBEAT_S
 
 
 class RankGroup:
-    """Ranks 1 .. size - 1, as seen by rank 0.
+    """Rank 0's connections to ranks 1 .. size - 1.
 
     Methods that send to ranks or wait for them raise ``RankFailure`` when a rank has ended, or the
-    ``UserError`` that it has raised; ``close`` and ``kill`` do not. ``alive`` is False after these
-    two.
+    ``UserError`` that the rank has raised; ``close`` and ``kill`` raise neither. ``alive`` is False
+    after ``close`` or ``kill``.
     """
 
     def __init__(
         self, *, store: dist.Store, size: int, loopback: bool, processes: Processes | None
     ) -> None:
-        """Waits for the ranks and connects to them; ``loopback`` says whether all are on this
-        machine, and ``processes`` is None if a launcher has started them.
+        """Waits for the ranks and connects to them. ``loopback``: whether all ranks are on this
+        machine; ``processes``: None if torchrun or Slurm has started the ranks.
         """
         self.size = size
         self.alive = True
@@ -76,7 +76,7 @@ class RankGroup:
         timed_runs.observe(self)
 
     def _connect(self, loopback: bool) -> Connections:
-        """Joins the control group in a thread, because a rank may end before it has joined."""
+        """Joins the control group in a thread, so that a rank that ends before it is noticed."""
         made: list[Connections | RuntimeError] = []
 
         def join() -> None:
@@ -101,7 +101,7 @@ class RankGroup:
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
-        """Tells the plan's ranks to load their parts; returns the session's number at once."""
+        """Tells the plan's ranks to load their layers; returns the session's number at once."""
         session = next(self._session_ids)
         self._captures |= plan.model.get("graphs", "off") != "off"
         self.send(Message(Kind.SETUP, session, body=plan), plan.members)
@@ -126,14 +126,14 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int] | None:
-        """Processes of ranks 1, 2, ..; None if a launcher has started them."""
+        """Process ids of ranks 1, 2, ..; None if torchrun or Slurm has started the ranks."""
         return None if self._processes is None else self._processes.pids
 
     def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
         return self._ask(Kind.REPORT, session, ranks)
 
     def _ask(self, kind: Kind, session: int, ranks: Sequence[int]) -> list[Any]:
-        """Sends a message that each rank answers in the store."""
+        """Sends a message that each rank answers in the store; waits and returns the answers."""
         number = next(self._report_ids)
         self.send(Message(kind, session, number), ranks)
         keys = [store_key("report", session, number, rank) for rank in ranks]
@@ -155,7 +155,7 @@ class RankGroup:
         return self.inbox.has(key, session)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
-        """Waits for the body of a reply to step ``tick``; drops earlier ones of this key."""
+        """Waits for the reply to step ``tick`` and returns its body; drops earlier replies."""
         waiting = False
         while True:
             received = self._take(key, session, _POLL_S)
@@ -166,7 +166,7 @@ class RankGroup:
                 return received.body
 
     def next_reply(self, key: ReplyKey, session: int) -> tuple[int, Any] | None:
-        """Returns tick and body of a reply that has arrived, without waiting; None if none has."""
+        """Returns tick and body of the next reply if it has arrived, else None; does not wait."""
         received = self._take(key, session, 0)
         return None if received is None else (received.tick, received.body)
 
@@ -177,7 +177,7 @@ class RankGroup:
             raise self.failed(lost) from None
 
     def wait_for_reply(self, keys: Collection[ReplyKey], session: int, timeout_s: float) -> None:
-        """Waits until a reply of one of the kinds has arrived."""
+        """Waits until a reply with one of the keys has arrived."""
         waiting = False
         while not self.inbox.wait(keys, session, _POLL_S):
             self.check_progress(timeout_s, begins=not waiting)
@@ -245,8 +245,8 @@ class RankGroup:
 
 
 class Inbox:
-    """The replies of ranks, in one queue per session, kind and rank, filled by one thread per rank,
-    which sets the event ``wakeup``.
+    """The replies of ranks, in one queue per session, kind and rank. One thread per rank receives
+    replies and sets the event ``wakeup`` after each, unless it is None.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class Inbox:
         self._arrived = threading.Event()
 
     def listen(self, session: int, links: Mapping[int, ControlLink]) -> None:
-        """Opens the queues of a session that has not replied yet."""
+        """Creates the queues of a new session, and receives from its ranks from now on."""
         self._queues[session] = {(k, rank): queue.SimpleQueue() for rank in links for k in REPLIES}
         for rank in links.keys() - self._threads.keys():
             thread = threading.Thread(target=self._read, args=(rank, links[rank]), daemon=True)
@@ -264,7 +264,7 @@ class Inbox:
             thread.start()
 
     def forget(self, session: int) -> None:
-        """Drops the replies of a session that is over."""
+        """Removes the queues of a session that has been closed."""
         self._queues.pop(session, None)
 
     def has(self, key: ReplyKey, session: int) -> bool:
@@ -283,15 +283,15 @@ class Inbox:
         return received
 
     def wait(self, keys: Collection[ReplyKey], session: int, timeout_s: float) -> bool:
-        """Waits for a reply of one of the kinds; returns whether there is one."""
+        """Waits for a reply with one of the keys; returns False if none came in ``timeout_s``."""
         self._arrived.clear()  # before the first look, so that none is missed
         if not any(self.has(key, session) for key in keys):
             self._arrived.wait(timeout_s)
         return any(self.has(key, session) for key in keys)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads: an interpreter that exits while one is inside gloo aborts the
-        process.
+        """Waits for the receiving threads to end, because an interpreter that exits while a thread
+        is inside gloo aborts the process.
         """
         for thread in self._threads.values():
             thread.join(timeout_s)
@@ -318,8 +318,8 @@ class Inbox:
 class FailureDetector:
     """Watches process exits, error reports and heartbeats of ranks 1 .. size - 1.
 
-    Rank 0 reads the store, where these are, only after it has waited for a while (``alarmed``), so
-    that usual steps cost nothing.
+    Ranks write error reports and heartbeats into the store, which ``alarmed`` reads at most twice
+    per second, so that usual steps cost little.
     """
 
     def __init__(self, *, store: dist.Store, size: int, processes: Processes | None) -> None:
@@ -333,7 +333,7 @@ class FailureDetector:
         self._alarm = False
 
     def start(self) -> None:
-        """Watches heartbeats from now on; all ranks have sent one."""
+        """Begins to watch heartbeats; every rank must have sent one before."""
         self._beats = dict.fromkeys(self._ranks, (time.monotonic(), -1, ""))
 
     def alarmed(self) -> bool:
@@ -350,9 +350,9 @@ class FailureDetector:
         return self._alarm
 
     def failure(self, lost: PeerLost | None = None) -> BaseException:
-        """Returns the root cause of a failure that has been noticed, after up to a second for
-        further evidence: a rank's own error comes before a process exit, and both before lost
-        connections.
+        """Returns the error for a failure that has been noticed, after up to a second in which its
+        cause may show: an error that a rank reports takes precedence over a process that ended, and
+        both take precedence over lost connections.
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:
@@ -373,7 +373,7 @@ class FailureDetector:
             time.sleep(0.05)
 
     def hang(self, timeout_s: float) -> RankFailure:
-        """Returns the error for ``timeout_s`` without progress, which names the rank to blame."""
+        """Returns the error for ``timeout_s`` without progress; it names the rank that hangs."""
         stale = self.stale(_STALE_S)
         if stale:
             what = "gives no sign of life (stopped, swapped out, or its machine is gone)"

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine: free port, no restarts, thread limits, no orphans."""
+"""Starts ranks on this machine, with limits on their threads; they end when rank 0 ends."""
 
 import atexit
 import gc
@@ -25,10 +25,10 @@ _MODULE = "specdec.distributed.fork_server"
 
 
 class _ForkServer:
-    """This process's ``fork_server``.
+    """Starts and reaches the fork server of this process (module ``fork_server``).
 
-    While this process has a single thread it is forked, which saves seconds of imports. A process
-    with threads, such as a notebook's, cannot be forked safely and starts a new interpreter.
+    The server is a fork of this process if that has a single thread, which saves seconds of
+    imports. Otherwise, as in a notebook, forking is not safe and the server is a new interpreter.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _ForkServer:
             os._exit(0)
 
     def connect(self) -> socket.socket:
-        """Returns the socket of a new group's keeper."""
+        """Returns a socket to the keeper, the parent of the ranks, of a new group."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
@@ -104,8 +104,8 @@ def _connect() -> tuple[_ForkServer, socket.socket]:
 
 
 class Processes:
-    """The ranks of one group and their keeper, which print to ``rank<r>.log`` in the caller's
-    folder, or in a temporary one.
+    """The processes of one group: the ranks and their parent, the keeper. Rank r prints to
+    ``rank<r>.log`` in the caller's folder or in a temporary one.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Processes:
     ) -> None:
         """Starts the processes; they connect to the store at ``address``:``port`` themselves.
 
-        Without ``threads`` the ranks share the machine's cores; without ``logs`` their logs are
-        removed with them.
+        ``threads`` per rank; None divides the machine's cores among the ranks. ``logs``: folder of
+        the logs; None uses a temporary one, which is removed when the ranks have ended.
         """
         self.ended: dict[int, int] = {}
         self.pids: list[int] = []
@@ -142,8 +142,8 @@ class Processes:
         self._reader.start()
 
     def log(self, rank: int) -> str:
-        """Returns the end of a rank's log as one line, or of the processes that fork if it is
-        empty.
+        """Returns the end of a rank's log as one line; if that log is empty, the end of the log of
+        the keeper or else of the fork server.
         """
         texts = []
         for name in (f"rank{rank}.log", "fork_server.log"):

@@ -23,8 +23,8 @@ _WORD = 8
 
 
 class Kind(IntEnum):
-    """Kinds of messages, with the type of the body in parentheses. Those of ``REPLIES`` are sent to
-    rank 0 within a step, the others by rank 0."""
+    """Kinds of messages; the comments have the type of the body in parentheses. Ranks send the
+    kinds in ``REPLIES`` to rank 0 within a step; rank 0 sends the other kinds."""
 
     SETUP = auto()  # opens a session (its plan)
     BEGIN = auto()  # a step's batch, to the first stage; to all if they run free (``Entry``)
@@ -94,7 +94,7 @@ class Message(NamedTuple):
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Pickles the values alone, on the host: torch's own way takes longer than small tensors."""
+    """Pickles only a tensor's values, on the host, which for small tensors is faster than torch."""
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return _tensor, (data, tensor.dtype)
 
@@ -114,8 +114,8 @@ ANY_FAILED = "failed"  # this key is set after the first failure of any rank
 
 
 def store_key(what: str, *numbers: int) -> str:
-    """Returns a key of the store: started/RANK; ready/SESSION/RANK; heartbeat/RANK, JSON [counter,
-    current operation]; report/SESSION/REQUEST/RANK, JSON; failed/RANK, JSON that says why the rank
-    ended (``worker.serve``).
+    """Returns a key of the store. The keys are started/RANK; ready/SESSION/RANK; heartbeat/RANK,
+    JSON [counter, current operation]; report/SESSION/NUMBER/RANK, JSON; failed/RANK, JSON that says
+    why the rank ended (``worker.serve``).
     """
     return "/".join(map(str, (what, *numbers)))

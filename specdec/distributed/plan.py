@@ -1,8 +1,8 @@
 """Session plans: which rank computes which layers of the target or which share of the draft.
 
-On GPUs every process has one of its own. If target and draft share their devices
-(``executor.shared``), they work in turns, and rank 0 and the target's last rank, which has no part
-of the draft, share a GPU: N devices, N + 1 processes. No NCCL communicator contains both.
+On GPUs every process has a GPU of its own. With ``executor.shared``, target and draft work in turns
+on the same N GPUs, in N + 1 processes: rank 0 uses the same GPU as the target's last rank, which
+has no share of the draft. No NCCL communicator contains these two ranks.
 """
 
 import os
@@ -113,7 +113,7 @@ def plan_ranks(
         groups: number of ranges per stage (default: one each).
         degree: ranks per range; only the last of them sends its exits and hidden states to rank 0.
         exits: number of layers before each early exit.
-        hidden, early: hidden states that rank 0 needs with the answers, and before them.
+        hidden, early: hidden states that rank 0 needs with the answers and before the answers.
     """
     sizes = [1] * len(bounds) if groups is None else groups
     places = [(g + 1, i == size - 1) for g, size in enumerate(sizes) for i in range(size)]
@@ -133,11 +133,11 @@ def plan_ranks(
 
 
 def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
-    """Raises ``UserError``, with layouts that fit, if there are more processes (rank 0 included)
-    than GPUs.
+    """Raises ``UserError``, which names layouts that fit, if there are more processes (rank 0
+    included) than GPUs.
 
-    Two processes on one GPU would wait for each other's kernels and hold two sets of weights, and
-    NCCL refuses them.
+    Two processes on one GPU would wait for each other's kernels and need memory for two sets of
+    weights, and NCCL refuses them.
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own
@@ -162,8 +162,8 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
 
 
 def own_gpu(rank: int, *, shared_with_draft: bool = False) -> torch.device:
-    """Returns the GPU whose index is this process's number on the machine; with
-    ``shared_with_draft`` the rank after the last GPU uses rank 0's (see the module).
+    """Returns this process's GPU: its index is the process's number on the machine. With
+    ``shared_with_draft``, the one rank for which no GPU is left uses rank 0's.
     """
     index, num_gpus = int(os.environ.get(_LOCAL_RANK, rank)), torch.cuda.device_count()
     if shared_with_draft and index == rank == num_gpus:

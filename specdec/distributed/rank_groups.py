@@ -20,7 +20,7 @@ _ADDRESS = "127.0.0.1"
 
 
 _local: dict[tuple[int, int | None, int], RankGroup] = {}
-"""Maps (size, threads, number) to a group."""
+"""Groups started here, by (ranks with rank 0, threads per rank, ``number`` of the handle)."""
 _external: RankGroup | None = None
 _logs: Path | None = None
 
@@ -52,15 +52,15 @@ class GroupHandle:
     """Reference-counted handle on a rank group.
 
     Executors with the same number of threads per rank share a group if it has as many ranks as they
-    need or more; the rows of a comparison then start its processes only once.
+    need or more, so that a comparison of several strategies starts processes only once.
     """
 
     def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
         """Joins a running group of ``num_ranks`` or more besides this process, or starts one.
 
-        ``threads`` per rank: None divides the machine's cores by the number of ranks, and then only
-        a group of just ``num_ranks`` is joined. Executors that work at the same time need groups of
-        different ``number``.
+        ``threads`` per rank; None divides the machine's cores among the ranks, and then only a
+        group of exactly ``num_ranks`` is joined. Executors that work at the same time need handles
+        of different ``number``.
         """
         self._key = _key_of(num_ranks + 1, threads, number)
         self.num_ranks = num_ranks
@@ -99,7 +99,7 @@ class GroupHandle:
 
 
 def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | None, int]:
-    """Returns the key of the smallest running group that can be shared, or of one to be started."""
+    """Returns the key of the smallest running group that can be shared, else of a new group."""
     own = size, threads, number
     if threads is None:
         return own

@@ -25,9 +25,9 @@ class Ranks:
         threads: int | None = None,
         trace: bool = False,
     ) -> None:
-        """Starts no process: ``draft_runner`` and ``executor`` do. Each rank builds its models and
-        clock from the sections ``model`` and ``clock``, and has ``threads`` torch threads (None: a
-        share of the cores).
+        """Stores what ranks need; ``draft_runner`` and ``executor`` start them. Each rank builds
+        its models and clock from the sections ``model`` and ``clock`` of a configuration, and has
+        ``threads`` torch threads (None: a share of the cores).
         """
         self._timeout_s = timeout_s
         self._model = model

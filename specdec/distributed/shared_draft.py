@@ -1,7 +1,7 @@
-"""A draft model that rank 0 shares with other ranks, which replay its calls on the draft's caches.
+"""A draft model that rank 0 shares with other ranks by tensor parallelism.
 
-Rank 0 records every call on a cache of the draft and sends the list with each forward pass. The
-other ranks thus cache the same entries (for their own heads) and join the pass's collectives.
+Rank 0 records every call on a cache of the draft and sends the recorded calls with each forward
+pass. The other ranks repeat them on caches of their own attention heads, and join the pass.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from specdec.types import Commit, IntArray, TreeRows
 
 
 class Call(NamedTuple):
-    """A method of ``TreeCache`` (``rows``, ``commit``, ``truncate``), ``make`` (a cache of a given
-    capacity) or ``drop``.
+    """A recorded call on cache number ``cache``. ``name`` is a method of ``TreeCache`` (``rows``,
+    ``commit``, ``truncate``), "make" (creates a cache of a given capacity) or "drop" (deletes it).
     """
 
     name: str
@@ -41,8 +41,8 @@ class Call(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls since the last forward pass, and the pass over ``rows`` (numbers of calls) that
-    follows.
+    """The calls that rank 0 has recorded since the last forward pass, and the rows of the pass that
+    follows them.
     """
 
     calls: list[Call]
@@ -51,7 +51,7 @@ class Calls(NamedTuple):
 
 
 class DraftSession(RankSession):
-    """One rank's share of the draft model, with the caches of its heads."""
+    """One rank's share of the draft model, with the caches of the rank's attention heads."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DraftSession(RankSession):
         self._caches: dict[int, TreeCache] = {}
 
     def handle(self, kind: Kind, tick: int, body: Calls) -> None:
-        """Replays calls; ``tick`` is the loop's step."""
+        """Repeats the calls, then runs the forward pass; ``tick`` is the decode loop's step."""
         self._set_step(tick)
         rows: list[Rows] = []
         for name, number, arguments in body.calls:
@@ -93,10 +93,10 @@ class DraftSession(RankSession):
 
 
 class DraftGroup:
-    """Ranks that share the draft model; rank 0 sends the others every call to replay.
+    """Ranks that share the draft model; rank 0 sends the other ranks every call to repeat.
 
     ``runner`` is rank 0's share, with the interface of a whole draft's ``ModelRunner``; ``step`` is
-    for the others' traces.
+    the decode loop's step, for the traces of the other ranks.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class DraftGroup:
         num_ranks: int,
         timeout_s: float,
     ) -> None:
-        """Starts or joins the ranks and loads a share of the draft on each; a pass may take
-        ``timeout_s``.
+        """Starts the ranks, or joins running ones, and loads a share of the draft on each. A pass
+        that takes longer than ``timeout_s`` is a failure.
         """
         self.step = 0
         self._timeout_s = timeout_s

@@ -1,4 +1,4 @@
-"""One rank's part of a pipeline session: a ``PipelineStage`` whose rows and commits are messages.
+"""One rank's part of a pipeline session: a ``PipelineStage`` that receives rows and commits.
 
 The rows that a rank computes in a step were sent at the end of the previous step, so every stage
 but the first starts on them as soon as they arrive; the first waits for the controller's batch.
@@ -45,7 +45,7 @@ class StageLinks:
         session: int,
         neighbours: tuple[int, int],
     ) -> None:
-        """``neighbours`` are the ranks before and after, 0 without one; ``link`` is to rank 0."""
+        """Connects to ``neighbours``, the ranks before and after (0: none); ``link``: to rank 0."""
         self._link = link
         self._session = session
         device, self._dtype, self._width = CPU, torch.float32, 1
@@ -66,7 +66,7 @@ class StageLinks:
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """Sends rows to the next stage; without rows, ``num_rows`` rows of zeros."""
+        """Sends rows to the next stage; if ``rows`` is None, ``num_rows`` rows of zeros."""
         assert self._sender is not None, "the last stage has no receiver"
         if rows is None:
             rows = torch.zeros(num_rows, self._width, dtype=self._dtype)
@@ -85,8 +85,8 @@ class StageLinks:
 
 
 class RankSession:
-    """One rank's part of what rank 0 runs; ``doing`` is its current operation, for the diagnosis of
-    hangs.
+    """One rank's part of a session that rank 0 has opened. ``doing`` names the rank's current
+    operation, for the diagnosis of hangs.
     """
 
     def __init__(self, rank: int, plan: SessionPlan | DraftPlan) -> None:
@@ -105,7 +105,7 @@ class RankSession:
         return {"clock": asdict(self._clock.report()), "rows": self.rows}
 
     def _set_step(self, step: int) -> None:
-        """Sets the loop's step (which restarts with each run) for the spans that follow."""
+        """Sets the decode loop's step, which restarts with each run, for the next trace spans."""
         if self._clock.timeline is not None:
             self._clock.timeline.step = step
 
@@ -120,8 +120,8 @@ class StageSession(RankSession):
         make_links: Callable[[Stage], StageLinks],
         join: Callable[[Sequence[int]], Collective] | None = None,
     ) -> None:
-        """Loads the rank's layers; ``make_links`` connects them with other stages, ``join`` with
-        ranks that share them.
+        """Loads the rank's layers. ``make_links`` connects the rank with other stages, ``join``
+        with ranks that share its layers (tensor parallelism).
         """
         super().__init__(rank, plan)
         self._plan = part = plan.ranks[rank - 1]
@@ -165,7 +165,7 @@ class StageSession(RankSession):
         self._compute(tick, tick)
 
     def end(self, tick: int, ending: Ending) -> None:
-        """Prunes and sends rows; later stages then compute their batch of the next step."""
+        """Prunes and sends this step's rows; stages after the first then begin the next step."""
         first = self._plan.group == 1
         if not first:
             self._enter(tick, ending.entry)
@@ -257,10 +257,10 @@ class StageSession(RankSession):
 class FreeStageSession(StageSession):
     """A rank that waits only for the rows that it receives (PPSD, Algorithm 1).
 
-    A batch is sent on with as many rows as it entered with, so that the next rank need not know
-    which commits this one has read: rows that it knows to be pruned are zeros, and a pass of which
-    none is left does not run. A pass sends its rows before the time of its exit heads is charged
-    (lines 9 to 13); the heads' work is part of the pass.
+    A batch keeps its number of rows on its way through the ranks, so that the next rank need not
+    know which commits this rank has read: pruned rows are sent as zeros, and a rank skips the pass
+    of a batch that has no other rows. Rows are sent before the time of the exit heads is charged to
+    the clock (lines 9 to 13), although the heads are computed in the pass.
     """
 
     def __init__(self, *, take: Callable[[], Message | None], **given: Any) -> None:
@@ -325,7 +325,7 @@ class FreeStageSession(StageSession):
 
 
 def _spread(rows: torch.Tensor | None, index: IntArray, num_rows: int) -> torch.Tensor | None:
-    """Returns [num_rows, E] with ``rows`` at the places ``index``, and zeros elsewhere."""
+    """Returns [num_rows, E] with ``rows`` at indices ``index``, else zeros; None without rows."""
     if rows is None or not len(index):
         return None
     if len(index) == num_rows:

@@ -87,7 +87,7 @@ def _address_towards_master() -> str:
 
 @contextmanager
 def _loopback_interface() -> Iterator[None]:
-    """Makes gloo use the loopback interface, by the environment: there is no other public way."""
+    """Makes gloo use the loopback interface by its environment variable, the only public way."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     os.environ[_INTERFACE] = names[0] if names else ""
     try:
@@ -106,9 +106,9 @@ def wire_device(
 ) -> torch.device:
     """Returns the device on which tensors are exchanged with other ranks: ``device``, or the CPU.
 
-    NCCL refuses ranks that share a GPU. If any two of ``me`` and ``others`` (names in the store)
-    do, or one has none, all exchange over gloo: each decides from the GPUs of all, and calls this
-    once.
+    ``me`` and ``others`` are names of ranks in the store. NCCL refuses ranks that share a GPU: if
+    two of them do, or one has no GPU, all exchange over gloo on the CPU. Every rank must call this
+    once; it reads the GPUs of all ranks, so all decide alike.
     """
     is_cpu = device.type == "cpu"
     store.set(f"gpu/{me}", _NO_GPU if is_cpu else gpu_id(device))
@@ -126,8 +126,8 @@ def gpu_id(device: torch.device) -> str:
 
 
 class Connections:
-    """The process groups of one rank, each connected only once; ``control`` has all ranks, over
-    gloo.
+    """The process groups of one rank, each of which is connected only once. ``control`` is the gloo
+    group of all ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
@@ -153,8 +153,8 @@ class Connections:
     def stage_peer(
         self, rank: int, device: torch.device, *, max_pending: int
     ) -> tuple[Peer, torch.device]:
-        """Returns the connection to ``rank``, which calls this too, and the device of its tensors;
-        ``device`` has this rank's hidden states.
+        """Returns the connection to ``rank``, which must call this too, and the device on which
+        tensors are exchanged. ``device`` is that of this rank's hidden states.
         """
         pair = sorted((self._rank, rank))
         edge = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
@@ -175,8 +175,8 @@ class Connections:
     def join(
         self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
     ) -> RankCollective:
-        """Joins the tensor-parallel group of the global ranks ``peers``; blocks until all of them
-        have.
+        """Joins the tensor-parallel group of the global ranks ``peers``; blocks until all of these
+        ranks have joined.
         """
         key = (device.type, tuple(peers))
         index = peers.index(self._rank)
@@ -199,10 +199,10 @@ class Connections:
 
 
 def _wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT) -> None:
-    """Waits until an operation on tensor ``on`` has completed; on a GPU only the stream waits.
+    """Waits until an operation on tensor ``on`` has completed; on a GPU only its stream waits.
 
-    ``timeout`` is not passed to NCCL, with which the host would poll every few milliseconds in each
-    layer.
+    ``timeout`` is not passed to NCCL: with a timeout, the host would poll every few milliseconds in
+    each layer.
     """
     if on.device.type == "cpu":
         work.wait(timeout)
@@ -214,8 +214,8 @@ class Peer:
     """Another rank of a process group; all methods may raise ``PeerLost``."""
 
     def __init__(self, group: Group, rank: int, *, index: int, max_pending: int) -> None:
-        """Connects to ``rank``, number ``index`` in the group; a send waits if ``max_pending`` are
-        incomplete.
+        """``index`` is the number of ``rank`` in the group. If more than ``max_pending`` sends are
+        incomplete, a send waits for the oldest.
         """
         self.rank = rank
         self._group = group
@@ -249,7 +249,7 @@ class Peer:
 
 
 class _Posted:
-    """Two equal buffers for what a peer sends, one of which is always posted ahead."""
+    """Two equal buffers for what a peer sends; receives are posted before the data is needed."""
 
     def __init__(self, peer: Peer, tag: int, buffers: Sequence[torch.Tensor]) -> None:
         self._peer, self._tag = peer, tag
@@ -258,7 +258,7 @@ class _Posted:
         self.post()
 
     def post(self) -> None:
-        """Posts the buffers that have been read, in the order in which they will be filled."""
+        """Posts receives into the buffers that have been read, in the order of their filling."""
         while self._read:
             buffer = self._read.popleft()
             self._works.append((self._peer.post(buffer, self._tag), buffer))
@@ -273,7 +273,7 @@ class _Posted:
 
 
 class ControlLink:
-    """Messages to and from another rank: int64[n], whose first element is n."""
+    """Sends and receives messages to and from another rank: int64[n] with n as first element."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -313,7 +313,7 @@ class RowSender:
 class RowReceiver:
     """Receives the hidden states of the previous stage, in the sender's chunks.
 
-    NCCL receives must match the sends in size: there they are posted only when the number of rows
+    Receives over NCCL must match the sends in size, so they are posted only when the number of rows
     is known.
     """
 
@@ -350,8 +350,8 @@ class RowReceiver:
 
 
 class RankCollective(Collective):
-    """Collectives of a group of processes over gloo or NCCL; ``num_bytes`` are those that this
-    process has sent, without what a ring forwards.
+    """Collectives of a group of processes over gloo or NCCL. ``num_bytes`` counts the bytes that
+    this process has sent, without those that it forwards for others in a ring.
     """
 
     def __init__(
@@ -365,8 +365,8 @@ class RankCollective(Collective):
     ) -> None:
         """Wraps a ProcessGroupGloo or ProcessGroupNCCL of the global ranks ``peers``.
 
-        ``timeout`` is per operation, of gloo only; ``wire`` is the device to which tensors are
-        copied for it.
+        ``timeout`` limits each operation, over gloo only. ``wire`` is the device to which tensors
+        are copied before they are sent; None: they are not copied.
         """
         super().__init__(rank=rank, size=len(peers))
         self._group = group

@@ -1,6 +1,6 @@
-"""Process of a rank other than 0: joins the group and serves sessions until rank 0 stops it.
+"""The process of a rank other than 0: joins the group and serves sessions until rank 0 stops it.
 
-``fork_server`` runs it for ``specdec run``, ``torchrun`` for torchrun and Slurm.
+Module ``fork_server`` runs it for ``specdec run``, module ``torchrun`` for torchrun and Slurm.
 """
 
 import itertools
@@ -50,10 +50,10 @@ class Worker:
         loopback: bool,
         timeout_s: float | None = None,
     ) -> None:
-        """Joins the group; blocks until all ranks have.
+        """Joins the group; blocks until all ranks have joined.
 
-        The process ends when the store does not answer for ``timeout_s`` (None: waits for ever):
-        nothing else says that the link to rank 0's machine is gone.
+        The process ends when the store does not answer for ``timeout_s`` (None: it never ends by
+        itself), which is the only sign that the connection to rank 0's machine is lost.
         """
         self.rank = rank
         self._unanswered = 0  # heartbeat intervals since the store has answered
@@ -172,8 +172,8 @@ class Worker:
             threading.Event().wait(HEARTBEAT_S)
 
     def _watch_store(self, timeout_s: float) -> None:
-        """Ends the process; its own thread counts intervals, so that a process that was stopped
-        continues.
+        """Ends the process when the store has not answered for ``timeout_s``. A thread counts
+        intervals instead of reading a clock, so that a process that was stopped can continue.
         """
         while self._unanswered * HEARTBEAT_S <= timeout_s:
             threading.Event().wait(HEARTBEAT_S)
@@ -186,7 +186,7 @@ class Worker:
 
 
 class Mailbox:
-    """The messages of rank 0, received by a thread, so that a rank can read the commits that have
+    """Receives the messages of rank 0 in a thread, so that a rank can read commits that have
     arrived while it waited for rows.
     """
 
@@ -207,7 +207,7 @@ class Mailbox:
         return received
 
     def take(self, session: int) -> Message | None:
-        """Returns the next message, if it has arrived and is about a step of ``session``."""
+        """Returns the next message if it has arrived and begins or ends a step of ``session``."""
         with self._arrived:
             message = self._messages[0] if self._messages else None
             if (

@@ -2,10 +2,10 @@
 
 The *first stage* (layers before the exit, and the exit head) is shared by the source, which drafts
 with it, and the executor, which verifies with the remaining layers. Every row passes every layer
-once: results of drafting are reused, and their keys and values are committed once (PPSD 3.1). The
-last draft token passes the first stage when it is submitted (Eq. 4 counts gamma E + N layers for an
-exit after E of N layers). With several exits (B.3) the first stage ends at the last one, and each
-node has passed only the *segments* between exits that were needed so far.
+once: the results of drafting are reused for verification, and keys and values are committed once
+(PPSD 3.1). The last draft token passes the first stage when it is submitted (Eq. 4 counts gamma E +
+N layers for an exit after E of N layers). With several exits (B.3) the first stage ends at the last
+one, and each node has passed only the *segments* between exits that were needed so far.
 
 Shape letters: R rows of a batch, W nodes, E hidden size, V vocabulary.
 """
@@ -47,8 +47,8 @@ class FirstStage(StageGroup):
     nodes.
 
     A node's hidden state after the last segment that it has passed is stored until a later segment
-    or, once the node is submitted, the rest of the target needs it. ``counters`` has passes and
-    rows of drafting, once per segment, without those of ``hidden``.
+    or, once the node is submitted, the rest of the target needs it. ``counters`` has the passes and
+    rows of drafting, counted once per segment; what ``hidden`` computes is not counted.
     """
 
     def __init__(self, *, segments: Sequence[Segment], clock: Clock) -> None:
@@ -70,8 +70,8 @@ class FirstStage(StageGroup):
         clock: Clock,
         meter: Meter,
     ) -> FirstStage:
-        """Loads the layers before the last exit, with the exit heads, at ``layers`` (increasing);
-        the plan prices them.
+        """Loads the layers before the last exit and the exit heads, which are after ``layers``
+        (increasing); ``plan`` says as how many stages the clock is charged for them.
         """
         bounds = plan.bounds(pair, pair.exit_layer)
         segments = [
@@ -92,10 +92,10 @@ class FirstStage(StageGroup):
     def logits(
         self, state: DecodeState, nodes: Nodes, at: int = 0
     ) -> tuple[BoolArray, list[torch.Tensor]]:
-        """Returns logits at exit number ``at``; missing ones cost one packed pass per segment.
+        """Computes logits at exit number ``at``; missing ones cost one packed pass per segment.
 
-        Returns (available bool[W], logits [V] of each available node). Not available are nodes in a
-        prefill, and those submitted before their logits were requested.
+        Returns (available bool[W], logits [V] of each available node). Nodes are not available in
+        their request's prefill, or if submitted before their logits were requested.
         """
         for number in range(at + 1):
             missing = []
@@ -114,8 +114,8 @@ class FirstStage(StageGroup):
         return available, [row for row in rows if row is not None]
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """Returns [R, E]: hidden states of a batch after the last exit, in packing order, computing
-        what its rows have not passed.
+        """Returns [R, E]: hidden states of a batch's rows after the last exit, in packing order;
+        computes the segments that rows have not passed yet.
         """
         prompts: dict[int, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
@@ -149,11 +149,11 @@ class FirstStage(StageGroup):
     def _compute(
         self, number: int, batch: Batch, prompts: Mapping[int, torch.Tensor], *, wants_exits: bool
     ) -> dict[int, torch.Tensor]:
-        """Runs one segment over rows that have passed those before it, and stores the results of
-        tree nodes.
+        """Runs segment ``number`` over rows that have passed the segments before it, and stores the
+        results of tree nodes.
 
         ``prompts`` maps requests to hidden states of their prompt rows after the previous segment;
-        returned are those after this one.
+        the result maps them to those after this segment.
         """
         clock, segment = self._clock, self._segments[number]
         before = self._packed(number - 1, batch, prompts) if number else None
@@ -196,8 +196,8 @@ class _WholeTarget(StageGroup):
 class EarlyExitExecutor(LocalExecutor):
     @classmethod
     def plan(cls, models: ModelPair, *, stages: Count | None = None) -> EarlyExitPlan:
-        """Places all layers on the controller's device; ``stages`` (default: ceil(layers / exit
-        layer)) is the number that a latency profile prices.
+        """Places all layers on the controller's device. A pass is charged as one through ``stages``
+        stages of the latency profile; default: ceil(layers / exit layer).
         """
         stages = stages or -(-models.num_layers // models.exit_layer)
         return EarlyExitPlan.of_stages(models, stages)

@@ -37,7 +37,7 @@ class NormHead(Stage):
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
-        """Returns logits [W, V] in the order of ``batch.trees`` from packed states [R, E]."""
+        """Returns logits [W, V] of the batch's W tree rows from the states ``hidden`` [R, E]."""
         if hidden is None or not wants_logits or not batch.trees:
             return StageOutput()
         rows = to_device(tree_row_index(row_items(batch)), hidden.device)
@@ -47,9 +47,9 @@ class NormHead(Stage):
 
 class ExitStage(StageGroup):
     def __init__(self, *, body: ModelStage, heads: Mapping[int, NormHead | ModelStage]) -> None:
-        """``heads`` maps the number of target layers before an exit (PPSD's E), whose output
-        ``body`` captures, to its head: a ``NormHead``, or a ``ModelStage`` of one decoder layer,
-        with its own pool if it is paged.
+        """Combines layers ``body`` with exit heads. ``heads`` maps the number of target layers
+        before an exit (PPSD's E), whose output ``body`` captures, to its head: a ``NormHead``, or a
+        ``ModelStage`` of one decoder layer, with its own pool if it is paged.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))

@@ -20,12 +20,12 @@ class StageLayout:
 
     Attributes:
         stages: number of pipeline stages; each takes one step.
-        groups: devices in each stage, one after the other within a step (PipeDec's G); None: one
-            each.
+        groups: number of devices in each stage, which work one after the other within a step
+            (PipeDec's G); None: one device each.
         balanced: split layers by cost including the output head, instead of by number.
         degree: tensor-parallel degree of every stage.
-        draft_degree: that of the draft; the controller is its first device.
-        shared: the draft uses the target's devices; both work in turns.
+        draft_degree: tensor-parallel degree of the draft; the controller's device is its first.
+        shared: whether the draft's other devices are the target's, where both work in turns.
     """
 
     stages: int
@@ -67,7 +67,7 @@ class StageLayout:
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """Keys of ``executor=pipeline``, with the defaults of its YAML.
+    """Keys of the configuration ``executor=pipeline``, with the defaults of its YAML file.
 
     Attributes:
         stages: number of stages; None: ceil(layers / exit layer) (PPSD 4.1).
@@ -76,8 +76,8 @@ class PipelineOptions:
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
         lock_step: every step ends when its slowest stage has finished; False: stages wait only for
-            what they receive (PPSD Algorithm 1), on a simulated clock and, with a source of early
-            exits and one rank per range of layers, over processes. Others keep the steps.
+            what they receive (PPSD Algorithm 1). False has an effect only on a simulated clock and,
+            with a source of early exits and one rank per range of layers, over processes.
         timeout_s: a distributed run fails when no rank has made progress for this long.
     """
 
@@ -105,8 +105,8 @@ class PipelineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan(ExecutorPlan):
-    """A pipeline before it is built; targets that work at the same time need different values of
-    ``group_number``.
+    """The plan of a pipeline, made before models are loaded; targets that work at the same time
+    need different values of ``group_number``.
     """
 
     layout: StageLayout
@@ -154,8 +154,8 @@ class PipelinePlan(ExecutorPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExitPlan(PipelinePlan):
-    """A plan on one device whose first layers draft before the others verify; its stages exist only
-    in the latency profile.
+    """The plan of a target on one device whose first layers draft before the others verify; its
+    stages exist only in the latency profile.
     """
 
     @staticmethod
@@ -171,8 +171,8 @@ def layer_bounds(
 ) -> list[tuple[int, int]]:
     """Returns half-open layer ranges, one per device.
 
-    With an exit after ``exit_layer`` layers (E) and ceil(N / E) stages, each stage has E layers and
-    the last one the rest (PPSD 4.1).
+    With an exit after E = ``exit_layer`` of N layers and ceil(N / E) devices, each device has E
+    layers and the last one the rest (PPSD 4.1).
     """
     num_layers, num_devices = models.num_layers, sum(layout.devices)
     if exit_layer and num_devices == ceil(num_layers / exit_layer):

@@ -20,7 +20,7 @@ from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output
 
 
 class LocalExecutor(Executor):
-    """Runs the whole target on one device, which the draft shares; a step answers its batch."""
+    """Runs the whole target on one device, which the draft shares; each step answers its batch."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LocalExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
-        """``stage`` is the whole target; the clock is charged for it ``stages`` times."""
+        """Takes the whole target as one ``stage``; the clock is charged ``stages`` times for it."""
         self.hidden = hidden
         self.early_hidden = early_hidden
         self.stages = [PipelineStage(stage, answerer=answerer)]

@@ -30,8 +30,8 @@ REAL = "use model=tiny, model=hf or model=random"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 OverRanks: TypeAlias = Callable[..., Any]
-"""(``PipelinePlan``, ``Needs``, ``bounds`` of layers, ``exits``) -> ``Executor``, whose
-stages run in separate processes; the runtime object ``over_ranks``.
+"""A function (``PipelinePlan``, ``Needs``, ``bounds`` of layers, ``exits``) -> ``Executor`` that
+runs the stages in separate processes; executors get it as runtime object ``over_ranks``.
 """
 
 
@@ -39,19 +39,19 @@ class ModelPair:
     """A target and what accompanies it: draft models, exit heads, EAGLE heads, n-gram counts.
 
     A subclass sets ``vocab_size``, ``num_layers`` and ``weight_bytes``, implements ``stage``, and
-    overrides what else it has. The defaults raise ``UserError`` for everything that a pair lacks.
-    Sizes are known before any weights are loaded, because executors are planned with them.
+    overrides the methods for what else it has. The defaults raise ``UserError`` for what a pair
+    lacks. Sizes are known before any weights are loaded, because executors are planned with them.
 
     Attributes:
-        vocab_size, num_layers: of the target.
+        vocab_size, num_layers: vocabulary size and number of layers of the target.
         weight_bytes: name of each model ("target", "draft", "middle") -> bytes of its weights.
         needed_bytes: memory for the weights of all models, in bytes; 0 where none are loaded.
         shared_bytes: name of a model -> bytes among its ``weight_bytes`` that a device with the
             whole target has already (the matrices of the target that an EAGLE head uses).
         head_cost: cost of the output head in layers: its number of weights over that of a layer.
         max_positions: number of positions of the target; None for no limit.
-        tokenizer: of all models; None: prompts are random tokens, and ``data=`` is not read.
-        dtype: of the weights: float64, float32, bfloat16 or float16; None without weights.
+        tokenizer: shared by all models; None: prompts are random tokens, and ``data=`` is not read.
+        dtype: dtype of the weights: float64, float32, bfloat16 or float16; None without weights.
         device: torch's name of the models' device.
         backend: what runs the passes, eager or onnx; None without weights.
         is_synthetic: whether the target's tokens are given instead of computed by a model.
@@ -76,8 +76,8 @@ class ModelPair:
     about: Mapping[str, Any] = _NOTHING
 
     def section(self) -> dict[str, Any]:
-        """Returns a section ``model`` of a configuration that describes this pair, with the names
-        ``target`` and ``draft`` for labels.
+        """Returns the section ``model`` of a configuration that describes this pair: its class, and
+        the names of ``target`` and ``draft`` for labels.
         """
         models = self.about.get("model")
         models = models if isinstance(models, Mapping) else {}
@@ -100,8 +100,8 @@ class ModelPair:
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
     def without_target(self) -> Self:
-        """Returns the pair for a process in which other processes run the target: it loads single
-        layers of it at most.
+        """Returns the pair for a process that does not run the target, because others do: at most
+        single layers of the target are loaded there.
         """
         return self
 
@@ -126,9 +126,9 @@ class ModelPair:
         """Loads weights or tables that accompany the models, such as ``MedusaHeads``; UserError if
         the pair has none.
 
-        The class loads itself: ``kind.from_pair(pair, **options)`` with a ``HuggingFacePair``, of
-        which ``part`` gives layers, norm and output matrix of the target, ``heads_folder`` the
-        folder of trained heads and ``token_samples()`` text for n-gram counts.
+        A ``HuggingFacePair`` calls ``kind.from_pair(pair, **options)``, which may use its ``part``
+        (layers, norm and output matrix of the target), ``heads_folder`` (folder of trained heads)
+        and ``token_samples()`` (text for n-gram counts).
         """
         raise UserError(
             f"{kind.__name__} needs a model or text, which {self._label} does not have; {REAL},"
@@ -136,9 +136,9 @@ class ModelPair:
         )
 
     def sequences(self, model: str) -> Any:
-        """Returns the target's given tokens and the ranks of them by "draft" or "middle", a
-        ``specdec.sources.synthetic.HiddenPair``; UserError if the pair has real models, or no
-        ranks.
+        """Returns the target's given tokens and their ranks by ``model`` ("draft" or "middle"), as
+        a ``specdec.sources.synthetic.HiddenPair``; UserError if the pair has real models, or no
+        ranks of this model.
         """
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"
@@ -151,8 +151,8 @@ class ModelPair:
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Replaces draft models in the source's configuration node by the pair's own draft, or
-        refuses them.
+        """Returns the source's configuration node, in which a pair may replace draft models by its
+        own draft, or refuse them.
         """
         return source
 

@@ -38,8 +38,8 @@ from specdec.types import Answers, Batch, Commit, Exits, HiddenName, Needs, Outp
 class PipelineExecutor(Executor):
     """Runs the target as a pipeline: N stages on ranks 1 .. N, controller and draft on rank 0.
 
-    States of ``hidden`` move with their rows from the stage that captures them to the last one;
-    those of ``early_hidden`` are returned at once. ``counters`` has what entered the first stage.
+    Hidden states named in ``hidden`` move with their rows from the stage that captures them to the
+    last one; those in ``early_hidden`` are returned at once. ``counters`` count rows on entry.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class PipelineExecutor(Executor):
         return {rank: rank for rank in range(1, len(self.stages) + 1)}
 
     def _flights(self) -> list[InFlight | None]:
-        """Returns the live rows on each stage."""
+        """Returns each stage's batch, without pruned rows; None if no rows are left."""
         return [self._in_flight.alive(self._tick - i) for i in range(self.in_flight)]
 
 
@@ -225,7 +225,7 @@ def load_stage(
     **shared: Any,
 ) -> PipelineStage:
     """Loads a half-open range of the target's layers, with those of ``exits`` and ``capture`` that
-    are inside; ``shared`` has the ``group`` of ranks that share the layers, if any.
+    lie inside; ``shared`` may have the ``group`` of ranks that share the layers.
     """
     first, last = layers
     inside, reader = [layer for layer in exits if first < layer <= last], None
@@ -243,11 +243,11 @@ def _num_rows(flights: Sequence[InFlight | None]) -> list[int]:
 
 
 class StepCharges:
-    """Charges ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
+    """Charges the clock's ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
     All stages start with the step, which ends when the slowest has finished. On the wall clock of
-    one process, charges of other ranks are predictions (paced) or ignored (measured). A profile
-    has the cost of one device; the devices of a stage run one after the other (PipeDec 3.1).
+    one process, charges of other ranks are predictions (paced) or ignored (measured). A profile has
+    the cost of one device; the devices of a stage run one after the other (PipeDec 3.1).
     """
 
     def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
@@ -267,7 +267,7 @@ class StepCharges:
             self._clock.align(rank, CONTROLLER)
 
     def _further(self, rank: int, num_devices: int, num_rows: int) -> None:
-        """Charges the other devices of a stage."""
+        """Charges ``num_devices`` more devices of a stage, each for a transfer and a pass."""
         for _ in range(num_devices):
             self._clock.charge(rank, Work.TRANSFER, num_rows)
             self._clock.charge(rank, Work.STAGE, num_rows)
@@ -286,8 +286,8 @@ class StepCharges:
         self._clock.barrier(self._ranks)
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Charges pruning of ``pruned`` nodes, then the transfer of ``rows`` by each stage but the
-        last, and of answers.
+        """Charges each stage for pruning ``pruned`` nodes, then for sending its ``rows`` to the
+        next stage or, by the last one, the answers.
         """
         self._begin()
         for rank, num_rows in zip(self._ranks, (*rows, int(answered)), strict=True):
@@ -298,7 +298,7 @@ class StepCharges:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A stage's work on the batch that entered at ``tick``; the rank was free from ``free_s``."""
+    """A stage's pass over the batch that entered at ``tick``; the rank was free from ``free_s``."""
 
     tick: int
     free_s: float
@@ -306,7 +306,7 @@ class _Pass:
 
 
 class FreeCharges(StepCharges):
-    """Charges ranks that wait only for what they receive (PPSD Algorithm 1), in simulated time.
+    """Charges ranks without lock step: they wait only for what they receive (PPSD Algorithm 1).
 
     A rank begins a batch when the rows of the stage before have arrived and its own last pass has
     ended; the controller waits for answers. A pass sends its rows before it runs its exit head
@@ -358,7 +358,7 @@ class FreeCharges(StepCharges):
             self._clock.wait_until(self._sent_s[self._ranks[-1]])
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Charges pruning, and takes back charges of passes not begun that have lost all rows."""
+        """Charges pruning, and cancels passes that have not begun and have lost all their rows."""
         clock, now = self._clock, self._clock.now() * (1 - 1e-12)  # sums of equal terms are equal
         for rank, passes in zip(self._ranks, self._passes, strict=True):
             while passes and passes[-1].start_s >= now and not self._alive(passes[-1].tick):

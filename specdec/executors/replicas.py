@@ -1,8 +1,8 @@
 """Copies of the target that answer batches at the same time, each on separate devices.
 
 Each batch goes to the first copy that is free. Copies do not wait for each other, so answers come
-in any order, and a step has no fixed latency. Copies share no caches: each computes the entries of
-a batch's paths that it lacks along with the batch.
+in any order, and a step has no fixed latency. Copies share no caches: with each batch, a copy also
+computes the cache entries of its paths that it lacks.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class ReplicasExecutor(Executor):
         blocks: Blocks,
         over_ranks: OverRanks | None,
     ) -> ReplicasExecutor:
-        """Loads the copies, in this process or (``over_ranks``) in one process each; a paced clock,
-        which has the schedule of only one target, is refused for processes.
+        """Loads the copies, in this process or (``over_ranks``) in one process each. UserError for
+        processes with a paced clock, which has the schedule of only one target.
         """
         needs = replace(needs, hidden=(), early_hidden=())
         if not plan.distributed or over_ranks is None:
@@ -127,8 +127,8 @@ class ReplicasExecutor(Executor):
     def __init__(
         self, copies: Sequence[Executor], *, clock: Clock, meter: Meter, remote: bool = False
     ) -> None:
-        """Combines executors of latency 1; the clock is charged for copy i on rank i + 1 unless
-        they are ``remote``.
+        """Combines executors of latency 1, one per copy. Unless they are ``remote``, copy i (from
+        0) is charged to rank i + 1 of the clock.
         """
         self.in_flight = len(copies)
         self._clock, self._meter, self.distributed = clock, meter, remote
@@ -249,9 +249,9 @@ class ReplicasExecutor(Executor):
 
 
 class TargetCopy:
-    """One copy of the target, and a record of what its caches contain, which needs no messages:
-    each batch brings the missing entries of its paths, and commits act on the record as on the
-    caches.
+    """One copy of the target, and a record of what its caches contain. The record needs no
+    messages: each batch brings the missing entries of its paths, and commits act on the record as
+    they do on the caches.
     """
 
     def __init__(self, executor: Executor, clock: Clock, rank: int | None) -> None:
@@ -303,7 +303,7 @@ class TargetCopy:
         return self.due_s is None or self.due_s <= self._clock.now()
 
     def finish(self) -> list[Answers]:
-        """Returns the answers to the batch's nodes, without those of ancestors added to it."""
+        """Returns the answers to the batch's nodes, without those to ancestors that were added."""
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:

@@ -3,8 +3,8 @@
 One step is compute, prune, transmit (SpecPipe Algorithm 1, PipeDec 3.4): every stage computes its
 batch (``PipelineStage.compute``), the commit prunes caches and the rows between stages
 (``InFlightRows``), and the surviving rows move to the next stage. The in-process pipeline calls its
-stages one after the other; a rank of the distributed one has a single stage, and its commits are
-messages. All decisions are made by the controller. After the last stage the target's next tokens
+stages one after the other; a rank of the distributed one has a single stage, and receives commits
+as messages. All decisions are made by the controller. After the last stage the target's next tokens
 are sampled from its logits.
 
 Shape letters: R rows of a batch, W tree rows, T prompt tokens, E hidden size, V vocabulary.
@@ -57,7 +57,7 @@ _FEW_LOGITS = 1 << 18  # of all rows: their argmax takes less than a walk along 
 
 
 class RowItem(NamedTuple):
-    """The rows of one request in a packed batch: first those of its prompt, then its nodes'."""
+    """Rows of one request in a packed batch: first those of its prompt, then those of its nodes."""
 
     request: int
     prefill: PrefillChunk | None
@@ -156,11 +156,11 @@ class InFlight:
     hidden: torch.Tensor | None = None
     # name -> [R, E], hidden states captured by earlier stages
     captured: dict[HiddenName, torch.Tensor] = field(default_factory=dict)
-    version: int = 0  # of the ``InFlightRows`` by which it was last pruned
+    version: int = 0  # version of ``InFlightRows`` when rows were last pruned
 
     def prune(self, commits: Mapping[int, Commit], closed: Collection[int] = ()) -> IntArray:
         """Drops rows of nodes that a commit did not keep, and all rows of closed requests (SpecPipe
-        3.3.2, second phase of a step); returns the indices of the others.
+        3.3.2, second phase of a step); returns the indices of the rows left.
         """
         num_rows = self.batch.num_tokens
         self.batch, index = _surviving(self.batch, commits, closed)
@@ -175,7 +175,7 @@ class InFlight:
 def _surviving(
     batch: Batch, commits: Mapping[int, Commit], closed: Collection[int]
 ) -> tuple[Batch, IntArray]:
-    """Returns the rows that are left and their packed indices; prompt rows are never pruned."""
+    """Returns a batch of the rows left, and their packed indices; prompt rows are never pruned."""
     trees, prefills, index = [], [], [_NONE]
     for item in row_items(batch):
         if item.request in closed:
@@ -196,11 +196,11 @@ def _surviving(
 
 
 class InFlightRows:
-    """The batches in flight, the open requests, and the latest commit of each.
+    """The batches in flight, the open requests, and the latest commit of each request.
 
     The controller and all ranks see the same batches, commits, opens and closes in the same order,
     so they agree on how many rows cross each link without sending counts. Rows are pruned on
-    demand, by the latest commit of each request alone: what it keeps, all earlier ones have kept.
+    demand, by the latest commit of each request alone, whose nodes all earlier ones kept.
 
     A *tick* is the executor's step number, which no new run resets. A batch is on stage n (from 1)
     in the n-th step from the tick at which it entered.
@@ -396,7 +396,7 @@ def split_layers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """What a rank needs of a ``RequestState``."""
+    """The part of a ``RequestState`` that a process (rank) of a stage needs."""
 
     id: int
     max_cached: int  # maximum number of tokens in its caches
@@ -409,10 +409,10 @@ AnsweredRequest: TypeAlias = RequestState | OpenedRequest
 
 class Answerer:
     def follow(self) -> None:
-        """Allows later answers to leave out the tokens that ``Needs.all_answers`` names."""
+        """Allows later answers to omit tokens that no part needs (``Needs.all_answers``)."""
 
     def open(self, request: AnsweredRequest) -> None:
-        """A request is admitted."""
+        """Prepares for a request that has been admitted."""
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
         """Returns one ``Answers`` per request with tree rows, from ``logits`` [W, V]."""
@@ -422,7 +422,7 @@ class Answerer:
         """Applies the commits of a step."""
 
     def close(self, request_id: int) -> None:
-        """A request has finished."""
+        """Releases the state of a request that has finished."""
 
 
 class OpenRequests:
@@ -446,7 +446,7 @@ class OpenRequests:
 
 
 class ModelAnswerer(OpenRequests, Answerer):
-    """Samples from the target's logits by each request's own transform and ``KeyedDraws``."""
+    """Samples target tokens from logits, by each request's own transform and ``KeyedDraws``."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
         super().__init__()
@@ -455,17 +455,17 @@ class ModelAnswerer(OpenRequests, Answerer):
         self._follows = False
 
     def follow(self) -> None:
-        """From now on, samples only after rows that may be on the target's path: others, whose
-        token is not the target's after their parent, get ``NO_TOKEN``.
+        """From now on, samples only after rows that may be on the target's path. Rows whose token
+        is not the target's after their parent are off it, and get ``NO_TOKEN``.
         """
         self._follows = True
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """Samples the target's next token after every tree row by its keyed draw.
+        """Samples the target's next token after every tree row by its position's random number.
 
-        With them come, if needed, the processed distributions; for a greedy request the model's own
-        at temperature 1, by which lossy verifiers compare tokens. Requests of equal parameters
-        share one call.
+        If needed, answers also have the distributions after the sampling transform; for a greedy
+        request those at temperature 1, by which lossy verifiers compare tokens. If all requests
+        have the same sampling parameters, one call samples for all.
         """
         assert logits is not None, "the last stage must compute logits"
         if not batch.trees:
@@ -520,7 +520,7 @@ class ModelAnswerer(OpenRequests, Answerer):
 
 
 def _is_slow(params: SamplingParams, logits: torch.Tensor) -> bool:
-    """Returns whether sampling all rows in one call takes longer than a walk along the path."""
+    """Returns whether sampling all rows in one call likely takes longer than ``_along_paths``."""
     return logits.numel() > _FEW_LOGITS if params.greedy else len(logits) > 2
 
 
@@ -531,7 +531,7 @@ def _along_paths(
     uniforms: FloatArray,
     histories: Sequence[IntArray] | None,
 ) -> IntArray:
-    """Samples int64[W] level by level; rows that cannot be on a path get ``NO_TOKEN``."""
+    """Samples int64[W] level by level along the target's path; rows off it get ``NO_TOKEN``."""
     tokens = np.full(len(logits), NO_TOKEN)
     drafted: list[int] = []
     children: dict[int, list[int]] = {}  # row -> rows of its children in the batch
@@ -564,7 +564,7 @@ def _along_paths(
 
 class ExitReader(OpenRequests):
     def __init__(self, *, num_candidates: int, draws: KeyedDraws, sample: bool) -> None:
-        """If ``sample``, candidates are sampled and come with their distributions (for rejection
+        """With ``sample``, candidates are sampled and come with their distributions (for rejection
         verifiers); otherwise they are the ``num_candidates`` most probable tokens.
         """
         super().__init__()
@@ -573,8 +573,8 @@ class ExitReader(OpenRequests):
         self._sample = sample
 
     def read(self, batch: Batch, logits: torch.Tensor, layer: int) -> tuple[Exits, ...]:
-        """Returns candidates of every tree row at the exit after ``layer`` layers, from [W, V] in
-        the order of ``batch.trees``.
+        """Returns candidates of every tree row at the exit after ``layer`` layers, from ``logits``
+        [W, V] in the order of ``batch.trees``.
         """
         exits = []
         for tree, rows in tree_slices(batch.trees):

@@ -1,4 +1,4 @@
-"""Reads acceptance logs and fits models of which draft tokens are accepted to them."""
+"""Reads acceptance logs, and fits to them models of which draft tokens are accepted."""
 
 from typing import TYPE_CHECKING
 

@@ -68,9 +68,9 @@ def observe(requests: Sequence[RequestLog]) -> Observations:
 def log_likelihood(
     data: Observations, odds: Tensor, depth: Tensor, stay: Tensor, weights: Tensor
 ) -> Tensor:
-    """Runs the forward algorithm (Rabiner 1989, Eqs. 19 to 21) over all segments at once; ``odds``
-    (log odds of hit rates), ``stay`` and ``weights`` are [C], ``depth`` [D], whose last entry is
-    that of all larger depths.
+    """Returns the log-likelihood of all segments by the forward algorithm (Rabiner 1989, Eqs. 19 to
+    21). ``odds`` (log odds of hit rates), ``stay`` and ``weights`` are [C]; the last entry of
+    ``depth``, [D], applies to all larger depths.
     """
     added = depth[data.depths.clamp(max=len(depth) - 1)]
     signed = (odds[:, None] + added[:, None]) * (2 * data.hits - 1)[:, None]
@@ -111,11 +111,11 @@ def draft_tokens(requests: Sequence[RequestLog]) -> tuple[np.ndarray, np.ndarray
 
 
 def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[AcceptanceModel, float]:
-    """Maximises the likelihood among models whose tokens per pass are those of the requests; also
-    returns Akaike's criterion.
+    """Returns the likeliest model whose tokens per pass equal the measured ones, and Akaike's
+    criterion.
 
-    Without the constraint they differ where acceptance varies much between requests. The fit starts
-    from classes of which the easy ones stay longer, because misses cluster in real text.
+    Without this constraint the two differ where acceptance varies much between requests. The fit
+    starts from classes of which the easy ones stay longer, because misses cluster in real text.
     """
     classes, bins, data = size.classes, torch.tensor(size.bins), observe(requests)
     known = max(data.num_known, 1.0)
@@ -163,10 +163,10 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 
 
 def choose_size(requests: Sequence[RequestLog], *, chains: bool) -> ModelSize:
-    """Chooses the size of smallest AIC: first whether the depth counts, then the classes.
+    """Returns the size of smallest AIC: first for the depth dependence, then for the classes.
 
-    Counts of passes have no order, so one class is used. For trees (not ``chains``), and for
-    counts, every depth has a parameter.
+    Logs with counts of passes have no order, so they get one class. For trees (not ``chains``), and
+    for counts, every depth has a parameter.
     """
 
     def best_of(classes: Sequence[int], bins: Sequence[tuple[int, ...]]) -> ModelSize:

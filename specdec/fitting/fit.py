@@ -126,10 +126,10 @@ def fit_logs(
     holdout: int = 3,
     checks: Sequence[AcceptanceLog] = (),
 ) -> FittedModel:
-    """Fits a model to logs of one pair.
+    """Fits an acceptance model to logs of one target and draft.
 
-    One of the same size, fitted without every ``holdout``-th request, predicts these; the tokens
-    per pass of further logs (``checks``) are predicted too.
+    A second model of the same size, fitted without every ``holdout``-th request, predicts the
+    tokens per pass of those; the first model predicts those of further logs (``checks``).
     """
     requests = [request for log in logs for request in with_draft_tokens(log)]
     if not requests:

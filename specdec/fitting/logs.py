@@ -54,7 +54,7 @@ _LLAMA_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to read a log; method "1" may also be the second model of PipeSpec's chains."""
+    """How to read a log; method "1" also selects the second model in logs of PipeSpec's chains."""
 
     method: str | None = None  # which of several pairs or methods in a file: a part of its name
     lengths: Lengths = "auto"  # whether lists count the target's own token; auto: if none is 0
@@ -183,7 +183,7 @@ def _sglang(node: Node, options: ReadOptions) -> RequestLog:
 
 
 def _sglang_lengths(node: Node, _: ReadOptions) -> RequestLog:
-    """Reads lists that count draft tokens if one of them is 0, and emitted tokens otherwise."""
+    """Reads lengths of passes, which include the target's own token unless one of them is 0."""
     accepted = _whole(node["accept_lengths"], "accept_lengths")
     own = int(accepted.min() > 0)
     return of_passes(accepted - own, _whole(node["verify_lengths"], "verify_lengths") - own)
@@ -208,8 +208,8 @@ def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
 
 
 def _trace(node: Node, options: ReadOptions) -> RequestLog:
-    """Reads passes that start at every position, and picks those that follow each other, cut to
-    ``draft_tokens``.
+    """Reads a log with a pass from every position; keeps the passes that follow each other, with at
+    most ``draft_tokens`` accepted.
     """
     emitted = _whole(node["acc_len"], "acc_len", 1)
     longest = options.draft_tokens or max(int(emitted.max()) - 1, 1)

@@ -39,7 +39,7 @@ _MOST_ADAPTIVE = 64  # draft tokens per pass of the adaptive schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceModel:
-    """The parameters; by default one class and no dependence on the depth."""
+    """Parameters of the acceptance model; by default one class, and the depth has no effect."""
 
     top1: FloatArray  # float64[C], hit rate at depth 0
     # float64[C], probability to keep the class at the next position
@@ -64,16 +64,16 @@ class AcceptanceModel:
         return self._tokens([num_draft_tokens], [0], [0])
 
     def adaptive_tokens_per_pass(self) -> float:
-        """Returns the same under the schedule of transformers' assisted generation: two more draft
-        tokens after all were accepted, otherwise one less, at least 1.
+        """Returns the expected tokens per pass under the schedule of transformers' assisted
+        generation: two more draft tokens after all were accepted, otherwise one less, at least 1.
         """
         states = np.arange(_MOST_ADAPTIVE)
         more, less = np.minimum(states + 2, states[-1]), np.maximum(states - 1, 0)
         return self._tokens((states + 1).tolist(), more.tolist(), less.tolist())
 
     def _tokens(self, counts: Sequence[int], more: Sequence[int], less: Sequence[int]) -> float:
-        """Averages over passes of ``counts[i]`` draft tokens, after which i becomes ``more[i]`` if
-        all were accepted, else ``less[i]``: with the class a Markov chain, so the average is exact.
+        """Returns the exact mean of tokens per pass over a Markov chain: state i drafts
+        ``counts[i]`` tokens; state ``more[i]`` follows if all were accepted, else ``less[i]``.
         """
         hits, size = self.hit_rates(max(counts) + 1), (len(counts), len(self.top1))
         step = np.diag(self.stay) + np.outer(1.0 - self.stay, self.weights)

@@ -1,4 +1,4 @@
-"""Acceptance of requests: accepted draft tokens per pass, and the draft tokens that it verified.
+"""Acceptance of requests: accepted and verified draft tokens of each pass.
 
 Shape letters: N passes, or kinds of passes if a log has only counts.
 """
@@ -44,8 +44,8 @@ def of_passes(
 
 
 def of_matches(text: str) -> RequestLog:
-    """Returns a request from a text of 1, 0 and ? (unknown: ends its pass) per position, in passes
-    of 7 draft tokens.
+    """Returns a request from a text with 1 (right), 0 (wrong) or ? (unknown, ends the pass) per
+    position, in passes of 7 draft tokens.
     """
     passes = re.findall("1{0,6}[0?]|1{7}.|1+$", text)
     accepted = np.array([len(shown) - 1 for shown in passes])
@@ -70,8 +70,8 @@ def of_rates(passes: float, rates: Sequence[float]) -> RequestLog:
 
 
 def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> RequestLog:
-    """Returns a request with one hit rate at every position; ``k`` draft tokens per pass, by
-    default their mean.
+    """Returns a request from totals, with the same hit rate at every position. ``k`` is the number
+    of draft tokens per pass; None: their mean.
     """
     passes = drafted / k if k else passes
     longest = k or max(round(drafted / passes), 1) if passes else 0
@@ -88,9 +88,9 @@ def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> 
 
 
 def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
-    """Returns the requests of a log that have passes, all with draft tokens per pass: by
-    transformers' schedule, if every pass obeys it and the longest exceeds its first number, else
-    the most accepted.
+    """Returns the requests of a log that have passes, all with draft tokens per pass. If a log
+    lacks them, they follow transformers' assisted generation, provided that every pass obeys its
+    schedule and one accepts more than 5; otherwise they are the most accepted tokens of any pass.
     """
     requests = [request for request in log.requests if request.counts.any()]
     unknown = [request for request in requests if request.drafted is None]
@@ -110,8 +110,8 @@ def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
 
 
 def _schedule(request: RequestLog) -> IntArray:
-    """Returns int64[N]: 5, then 2 more after a full accept and 1 less (at least 1) otherwise, anew
-    at each turn.
+    """Returns int64[N], draft tokens by transformers' schedule: 5 at the start of each turn, then 2
+    more after all were accepted, else 1 less (at least 1).
     """
     starts = {0, *np.cumsum(request.turns).tolist()}
     plan: list[int] = []

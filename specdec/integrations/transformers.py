@@ -4,7 +4,7 @@
 
     model.generate(**inputs, custom_generate=generate, strategy="best_first", draft_model=small)
 
-Processors and criteria are called once per node or token with the sequence that leads to it, so
+Processors are called once per tree node, criteria once per token, with the sequence up to there, so
 they must depend on their arguments alone. Shape letters: B rows of the batch, T tokens.
 """
 
@@ -61,7 +61,7 @@ _SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         _OTHER_MODES, ((False, 0), "custom_generate replaces the modes of generate's own")
     ),
 }
-"""Setting of generate -> values that are taken besides None, and why others are not."""
+"""Maps a setting of generate to its allowed values besides None, and why others are refused."""
 
 _PREPARED = (
     *("attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"),
@@ -75,17 +75,17 @@ _WARPERS = (
     (TopKLogitsWarper, "top_k", 0),
     (TemperatureLogitsWarper, "temperature", 1e-6),
 )
-"""The last processors in reverse order, their key of ``SamplingParams``, and a bound of it."""
+"""The last processors in reverse order: class, key of ``SamplingParams``, excluded lower bound."""
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Result with ``return_dict_in_generate=True``.
+    """Result of ``generate`` with ``return_dict_in_generate=True``.
 
     Attributes:
         sequences: int64[B, T], prompts and new tokens, as without ``custom_generate``.
-        origins: per row and new token the index of the proposing source; -1 for none.
-        finish_reasons: per row eos, length or criteria.
+        origins: per row and new token the index of the source that proposed it; -1: no source.
+        finish_reasons: "eos", "length" or "criteria" per row.
         metrics: metrics of the call (docs/metrics.md).
     """
 
@@ -124,11 +124,11 @@ def generate(
         strategy: a preset of ``specdec list``.
         draft_model: a model with the target's tokenizer.
         eagle_head, exact: see ``LoadedPair``.
-        overrides: of source, policy, verifier, executor and serving, as on the command line.
+        overrides: changes of source, policy, verifier, executor, serving, as on the command line.
         config_dirs: further configuration trees (``--config-dir``).
-        seed: of the draws; if None, sampling takes one from torch's global generator.
+        seed: seed of sampling; if None, it is taken from torch's global generator.
         token_streamer: receives the prompt and each new token; for one row only.
-        model_kwargs: prepared arguments; those that would have an effect are refused.
+        model_kwargs: arguments that transformers prepares for the model; others are refused.
 
     Returns:
         int64[B, T'], shorter rows padded; a ``SpeculativeOutput`` with ``return_dict_in_generate``.
@@ -213,8 +213,8 @@ def _streaming(streamer: BaseStreamer) -> Callable[[DecodeState], None]:
 
 
 class _Batch:
-    """The rows of a call of ``generate``: ``input_ids`` int64[B, T] with ``padding`` tokens on the
-    left.
+    """The rows of a call of ``generate``: ``input_ids`` int64[B, T], where row i has ``padding[i]``
+    padding tokens on the left.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class _Batch:
         )
 
     def _sampling(self, row: int) -> SamplingParams:
-        """Translates a row's processors into this library's keys if they mean the same."""
+        """Translates a row's processors into fields of ``SamplingParams`` that mean the same."""
         left, keys = list(self._processors), {"temperature": float(self.samples)}
         for kind, name, bound in _WARPERS if self.samples else ():
             last = left[-1] if left else None
@@ -324,8 +324,8 @@ class _CriteriaStop(StopRules):
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as processors are
 class _InBatch:
-    """Processors of a batch for one of its rows: as some store a value per row, or count the
-    padding, they get a batch in which every row is this one.
+    """Applies the processors of a batch to one of its rows. Some store a value per row or count the
+    padding, so they get a padded batch in which every row is this one.
     """
 
     processors: LogitsProcessorList

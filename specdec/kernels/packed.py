@@ -65,9 +65,9 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> int:
-    """Replaces all linear layers of a runner's own copy in place and returns their number.
+    """Replaces all linear layers of ``model``, a runner's own copy, in place; returns their number.
 
-    The plain weights stay in the copied model.
+    The model from which the copy was made keeps the plain weights.
     """
     found = [
         (child, parent, name)

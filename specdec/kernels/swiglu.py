@@ -1,7 +1,7 @@
 """Fused SwiGLU in one launch (SwiftSpec 3.3), for ``model.kernels=triton``.
 
-Each thread block computes the same tile of both products, so that the input is read once and the
-gate's output stays on the chip.
+Each thread block computes the same tile of the gate and up products, so that the input is read once
+and the gate's output stays on the chip.
 
 Shape letters: R rows, E hidden size, F inner size.
 """
@@ -55,7 +55,7 @@ def _gated(  # type: ignore[no-untyped-def]
 
 def swiglu(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """Computes silu(hidden gate^T) * (hidden up^T), [R, F], in float32, float16 or bfloat16, from
-    [R, E] and [F, E] (contiguous).
+    ``hidden`` [R, E] and contiguous ``gate`` and ``up`` [F, E].
     """
     (num_rows, num_in), num_out = hidden.shape, len(gate)
     output = torch.empty(num_rows, num_out, dtype=hidden.dtype, device=hidden.device)
@@ -90,7 +90,7 @@ class _SwiGLU(nn.Module):
 
 
 def use_swiglu(model: nn.Module) -> int:
-    """Replaces all gated MLPs of a runner's own copy in place and returns their number."""
+    """Replaces all gated MLPs of ``model``, a runner's own copy, in place; returns their number."""
     found = [
         (parent, name, child)
         for parent in model.modules()

@@ -27,7 +27,7 @@ def comparison_row(
 
     The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main
     times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names. Tokens are compared
-    only if the verifier ``claims`` (``types.Lossless``) "token".
+    only if ``claims``, what the verifier guarantees (``types.Lossless``), is "token".
     """
     if not runs:
         raise ValueError(f"{strategy}: no finished repeat to report")
@@ -74,8 +74,8 @@ def _range(values: list[float]) -> list[float] | None:
 def theoretical_speedup(run: Run, ar: Run) -> float | None:
     """Predicts the speed-up over ``ar`` from the run's own counts; None without a latency or speed.
 
-    With t the seconds per token of ``ar`` and L the executor's latency, a run takes turns * t / L
-    seconds plus its drafting time.
+    It assumes that a target pass takes as long as in ``ar``: a run takes its number of passes
+    (decode steps / latency for a pipeline) times that, plus the drafting time that is not hidden.
     """
     speed, ways = decode_speed(ar.results), list[float]()  # ways through the target, per token
     for each in (ar, run):
@@ -99,7 +99,7 @@ def first_difference(tokens: Sequence[int], ar_tokens: Sequence[int]) -> int | N
 def lossless_against(
     rows: Sequence[RequestResult], ar_rows: Sequence[RequestResult], *, claims_tokens: bool = True
 ) -> dict[str, Any]:
-    """Compares a strategy's outputs with those of ``ar``; ValueError if results of ``ar`` differ.
+    """Compares a strategy's outputs with those of ``ar``; ValueError if repeats of ``ar`` differ.
 
     Prompts that only one side has and outputs that end early count as different. Every repeat is
     compared with the first ``ar`` result. Ties are not tolerated (``certify.numerics`` does so).

@@ -9,7 +9,7 @@ NGRAM = 8
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.bool_]:
-    """Marks, as bool[T], the tokens that end an n-gram generated before, overlapping ones too."""
+    """Returns bool[T]: whether a token ends an n-gram that occurred before, perhaps overlapping."""
     row = np.asarray(tokens, np.int64)
     repeated = np.zeros(len(row), np.bool_)
     if len(row) >= n:

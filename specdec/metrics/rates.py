@@ -1,4 +1,4 @@
-"""Derives all rates from raw counts; one without a denominator, or that does not apply, is None."""
+"""Derives rates from raw counts; a rate with no denominator, or that does not apply, is None."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ LEAST_CONTEXT = 128
 """End of the first bucket of ``drafted_share_by_context``; bucket ends double from there."""
 
 MAX_OVERRUN_SHARE = 0.02
-"""A paced run counts if at most this share of its pieces of work took longer than planned."""
+"""A run paced by a profile counts only if at most this share of its work was slower than that."""
 
 _WORK = (
     *("steps", "target_passes", "prefill_passes", "target_rows", "draft_passes", "draft_rows"),
@@ -88,7 +88,7 @@ def summarise(results: Sequence[RequestResult], totals: RunTotals) -> dict[str, 
 
 
 def check_invariants(result: RequestResult, *, level_per_step: bool) -> None:
-    """Asserts the relations between one request's counts, those of cut tokens included."""
+    """Asserts that the counts of one request agree with each other and with its output."""
     c, name = result.counters, f"request {result.id}"
     decided = len(result.output) + c.cut_tokens
     assert result.output or result.finish_reason == "cancelled", f"{name} finished without a token"
@@ -121,7 +121,7 @@ def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
-    """Maps each bucket's (exclusive) end of context length to the share of drafted tokens."""
+    """Maps the (exclusive) end of each bucket of context lengths to its share of drafted tokens."""
     # frexp returns the number of bits of an integer.
     return _drafted_by(
         results, lambda r, at: np.maximum(LEAST_CONTEXT, 1 << np.frexp(r.num_prompt + at)[1])
@@ -140,7 +140,7 @@ def speculative_decoding(
     counters: RequestCounters, *, whole_tree: bool, each_step: bool = False
 ) -> dict[str, Any] | None:
     """Returns ``acceptance_keys`` of the counts; None without draft tokens or unless
-    ``whole_tree``. ``each_step`` adds ``per_step_accepted`` of one request.
+    ``whole_tree``. ``each_step`` adds ``per_step_accepted``, if the counts are of one request.
     """
     drafted, lengths = counters.proposed, counters.path_lengths
     if not whole_tree or not drafted or not lengths:

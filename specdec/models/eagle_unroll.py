@@ -2,8 +2,8 @@
 
 This is the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2). At step 0 the head reads
 the target's features at every position. At step s it reads, at chosen positions, its own outputs of
-step s - 1 and the text's next token, as in decoding; it attends to the rows of step 0 up to its
-position and to its own rows of the steps between.
+step s - 1 and the text's next token, as in decoding. The row of a chosen position attends to the
+rows of step 0 up to that position and to the rows of steps 1 .. s that continue it.
 
 Shape letters: B sequences, S positions, T = S - 1 rows, A chosen rows, E hidden size, F size of a
 feature, H query heads, G key/value heads, D head size.
@@ -54,9 +54,9 @@ def unroll(
 ) -> Iterator[Tensor]:
     """Yields the head's outputs of each step, [B, T, E] for step 0, then [B, A, E].
 
-    Row i of step s embeds token i + 1 + s of ``tokens_BS`` and predicts the one after it, with the
-    target's ``features`` [B, S, F] up to position i. At step 0 there are rows for all positions but
-    the last; ``rows_A``, int64[A], at most S - 1 - steps, are those of later steps. Default: all.
+    Row i of step s embeds token i + 1 + s of ``tokens_BS`` and predicts the next token, with the
+    target's ``features`` [B, S, F] up to position i. Step 0 has rows for all positions but the
+    last, later steps for ``rows_A``, int64[A], at most S - 1 - steps (default: all up to that).
     """
     attention = _Unrolled()
     length = tokens_BS.shape[1] - 1

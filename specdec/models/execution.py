@@ -11,7 +11,7 @@ class Execution:
     # "torch"; "triton" for a fused SwiGLU; "packed" for weights in oneDNN's layout, on a CPU
     kernels: str = "torch"
     backend: str = "eager"  # "eager" for PyTorch, "onnx" for ONNX Runtime
-    bits: int | None = None  # of the weights of quantised matrices in ONNX Runtime; None: float32
+    bits: int | None = None  # bits per weight of linear layers in ONNX Runtime; None: float32
     exact: bool = False  # whether a row's bits must not depend on the other rows
 
 

@@ -1,10 +1,10 @@
 """Exit heads of any transformers model, which compute logits from an inner layer's hidden states.
 
 A norm head is a norm and an output matrix; a transformer head has a decoder layer of the target's
-kind before them (PPSD 5.3), which a runner treats as the last layer of a model of ``layer`` + 1.
+kind before them (PPSD 5.3), which a runner treats as the last of ``layer`` + 1 layers.
 
-Heads may predict a draft vocabulary: their output matrix has a row for each of its tokens, and
-``output.ids`` are the ids in the target. Heads without a matrix of their own use the target's rows.
+A head may predict a draft vocabulary only: its output matrix has a row for each of these tokens,
+whose target ids are ``output.ids``. A head without an output matrix uses the target's rows.
 
 Shape letters: R rows, E hidden size, V vocabulary, U draft vocabulary.
 """
@@ -66,8 +66,8 @@ VOCABULARY = "vocabulary.safetensors"
 
 
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
-    """Reads a head's weights by name, with a draft vocabulary that the folder shares; ``expected``
-    is in its metadata.
+    """Reads a head's tensors by name, with the folder's shared draft vocabulary if the head uses
+    it; UserError unless the file's metadata contains ``expected``.
     """
     tensors, metadata = _read(path)
     stored = {key: metadata.get(key) for key in expected}
@@ -95,15 +95,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, object]) -> None:
-    """Writes a head for ``read_tensors``; ``about`` has its kind, layer, offset, and whether its
-    matrix is ``reduced``.
+    """Writes a head's file, which ``read_tensors`` reads; ``about`` is its metadata: kind, layer,
+    offset, and ``reduced`` (whether its output matrix has a draft vocabulary).
     """
     metadata = {"format": "pt"} | {key: str(value) for key, value in about.items()}
     write_bytes(path, save(dict(tensors), metadata=metadata))
 
 
 def save_vocabulary(ids: Tensor, folder: Path) -> None:
-    """Writes the draft vocabulary that all heads of a folder share; another one is refused."""
+    """Writes the draft vocabulary of all heads in ``folder``; UserError if that has another one."""
     stored = {"output.ids": ids.int().cpu()}
     path = folder / VOCABULARY
     if path.is_file() and not torch.equal(_read(path)[0]["output.ids"], stored["output.ids"]):
@@ -115,7 +115,7 @@ def save_vocabulary(ids: Tensor, folder: Path) -> None:
 
 
 class ReducedOutput(nn.Linear):
-    """An output matrix of a draft vocabulary, the tokens ``ids``; others have the logit -inf."""
+    """An output layer over the draft vocabulary ``ids``; all other tokens get the logit -inf."""
 
     ids: Tensor
 
@@ -162,8 +162,8 @@ def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeight
 def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     """Returns a model of ``head.layer`` + 1 layers with the head's last layer, norm and output.
 
-    The other layers, and a norm head's last layer, are those of ``target`` (perhaps only some
-    layers of ``load_model``), shared and never run.
+    Its other layers, and the last layer if the head is a norm head, are shared with ``target`` and
+    never run, so ``target`` need not have all weights loaded.
     """
     own = shared_copy(target)
     layers = keep_layers(own, 0, head.layer + 1)
@@ -186,7 +186,7 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
 
 
 def _put(module: nn.Module, path: str, tensor: Tensor, label: str) -> None:
-    """Replaces one parameter of a private copy, whose values may be shared."""
+    """Replaces a parameter of ``module``, a copy that may share its tensors with other models."""
     owner, _, leaf = path.rpartition(".")
     try:
         holder = module.get_submodule(owner)

@@ -1,7 +1,7 @@
 """Whole-sequence passes of a frozen model of any family, with access to its layers.
 
-A single layer, or the final norm and output head alone, run by transformers' own forward in a copy
-of the module tree whose list of layers is cut. Gradients pass through; the model itself gets none.
+To run a single layer, or only the final norm and output head, transformers' own forward runs on a
+copy of the module tree without other layers. Gradients reach hidden states, not the weights.
 
 Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 """
@@ -26,8 +26,8 @@ from specdec.models.slicing import (
 
 
 class FrozenModel(nn.Module):
-    """A model whose weights do not change, and its parts; products run in ``compute_dtype`` by
-    torch.autocast.
+    """A model whose weights do not change, with methods that run parts of it; matrix products run
+    in ``compute_dtype`` under torch.autocast.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FrozenModel(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         keep_bytes: float = 0.0,
     ) -> None:
-        """``keep_bytes`` is the memory for residual streams of texts that come again."""
+        """``keep_bytes``: size of the memory in which ``residuals`` caches results for texts."""
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
@@ -66,8 +66,8 @@ class FrozenModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Returns residual streams, float32[B, S, E], after these numbers of layers and after all
-        (before the norm).
+        """Maps numbers of layers, those in ``after`` and that of all layers, to the residual stream
+        after so many layers, float32[B, S, E], before the final norm.
         """
         numbers = tuple(sorted({*after, self.num_layers}))
         if not self._room and not self._kept:
@@ -98,7 +98,7 @@ class FrozenModel(nn.Module):
         return [streams[number].to(place).float() for number in numbers]
 
     def logits(self, x_BSE: Tensor) -> Tensor:
-        """Returns logits, float32[B, S, V], of the residual stream after the last layer."""
+        """Returns logits, float32[B, S, V], for the residual stream after the last layer."""
         with self.autocast():
             return self._output(x_BSE).to(x_BSE.device).float()
 
@@ -145,11 +145,11 @@ class _OneLayer:
 
 
 def _text(row_S: Tensor) -> Tensor:
-    """Returns a padded row up to one token of its padding, since a text may end with token 0."""
+    """Strips the zero padding of a row except for one zero, since a text may end with token 0."""
     ends = row_S.nonzero()
     return row_S[: int(ends[-1]) + 2 if len(ends) else 1]
 
 
 def _blank(x_BSE: Tensor) -> Tensor:
-    """Returns token ids whose embeddings are never read."""
+    """Returns zeros [B, S] as token ids; hooks replace the hidden states computed from them."""
     return torch.zeros(x_BSE.shape[:2], dtype=torch.long, device=x_BSE.device)

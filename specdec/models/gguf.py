@@ -1,8 +1,8 @@
-"""GGUF files, read by transformers and kept as folders that everything else can load.
+"""Unpacks GGUF files into model folders, which the rest of the library can load.
 
-A file is unpacked once: its matrices are dequantised to float32 and stored below ``cache_dir()``
-with the file's configuration, tokenizer and chat template. Stages, shares of matrices and ranks
-then load single tensors of the folder, as of any other model.
+transformers reads a file once: its matrices are dequantised to float32 and stored below
+``cache_dir()`` with the file's configuration, tokenizer and chat template. Pipeline stages and
+tensor-parallel ranks then load single tensors of the folder, as for any other model.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ _MAGIC = b"GGUF"
 
 
 def unpacked(path: Path) -> Path:
-    """Returns the folder of a GGUF file's model, which the first call writes; refuses what
-    transformers cannot read.
+    """Returns the model folder of a GGUF file, which the first call writes; UserError if
+    transformers cannot read the file.
     """
     with path.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:

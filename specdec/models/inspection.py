@@ -35,9 +35,9 @@ _LFS = b"version "  # first bytes of a git-lfs pointer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Properties of a model folder, sizes 0 if the config omits them; ``tied``: the output head has
-    the embeddings' weights; ``has_mtp``: the config names MTP layers; ``tensors`` maps names to the
-    files of their shards.
+    """Properties of a model folder; sizes that its config omits are 0. ``tied``: the output head
+    uses the embeddings' weights; ``has_mtp``: the config mentions MTP layers; ``tensors`` maps the
+    name of each tensor to the file that contains it.
     """
 
     path: Path
@@ -54,8 +54,8 @@ class ModelInfo:
 def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     """Checks that a model can be loaded, without loading it; returns a ``ModelInfo`` unchanged.
 
-    Without such a folder the name is that of a Hugging Face repository. Refused are damaged or
-    missing files, other formats than safetensors, custom code, other models than decoder-only ones.
+    A name that is no local path is taken as a Hugging Face id. UserError for damaged or missing
+    files, formats other than safetensors and GGUF, custom code, models that are not decoder-only.
     """
     if isinstance(path_or_id, ModelInfo):
         return path_or_id
@@ -80,8 +80,8 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
 
 
 def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
-    """Checks the models of a pair by name, without loading them; all but ``translated`` must have
-    the target's token ids.
+    """Checks the models of a pair without loading them; ``names`` maps target, draft, ... to paths.
+    UserError if a model other than ``translated`` has other token ids than the target.
     """
     infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
     target = infos["target"]

@@ -1,7 +1,7 @@
 """Loads models, whole or by layers, and tokenizers; safetensors only, without remote code.
 
-transformers imports its models with the first class that needs them, which takes seconds. Modules
-of this library that do so at once are imported inside functions, so that a refusal comes before.
+The first use of a model class makes transformers import all its models, which takes seconds. Our
+modules that cause this are imported inside functions, so that wrong settings are refused before.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DTYPES = {  # supported values of ``model.dtype``
     "float16": torch.float16,
 }
 Weights: TypeAlias = WeakValueDictionary[tuple[Any, ...], nn.Parameter]
-"""Loaded parameters by file, tensor, share, dtype and device. Stages with layers in common
-share them; the memory is freed with the last such stage.
+"""Loaded parameters by file, tensor, tensor-parallel share, dtype and device. Pipeline stages with
+layers in common use the same parameters; the memory is freed with the last such stage.
 """
 
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, ArithmeticError)
-"""Exceptions of transformers for configurations and weights that it cannot use."""
+"""Exceptions that transformers raises for configurations and weights that it cannot use."""
 
 
 def load_model(
@@ -60,17 +60,17 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model, or some of its layers, in evaluation mode and without gradients.
 
-    Of layers first .. last - 1 it reads their tensors, the embeddings if first is 0, the output
-    head if last ends the model, and the parameters outside the layers (norms); all others stay on
-    the meta device. Pass the result to ``ModelRunner`` with the same layers.
+    If ``layers`` is given, it reads tensors of layers first .. last - 1, the embeddings if first
+    is 0, the output head if the last layer is included, and other parameters outside the layers
+    (norms); the rest stays on the meta device. Give ``ModelRunner`` the result and the same layers.
 
     Args:
         model: a result of ``inspect_model``, or a path or id.
         dtype: a key of ``DTYPES``.
         layers: (first, last); None: the whole model, by transformers' own loader.
-        group: tensor-parallel group, with ``layers`` only: this rank's shares of linear layers.
-        loaded_before: with ``layers`` only: parameters that are shared instead of read again; those
-            that are read are added.
+        group: tensor-parallel group, with ``layers`` only: linear layers get this rank's shares.
+        loaded_before: with ``layers`` only: a cache; parameters in it are shared instead of read
+            again, and newly read ones are added.
     """
     info = inspect_model(model)
     kind, where = torch_dtype(dtype), usable_device(device)
@@ -104,7 +104,7 @@ def _share(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
 
 
 def sharded(model: PreTrainedModel, group: Collective) -> PreTrainedModel:
-    """Returns this rank's share of a whole model, which is unchanged."""
+    """Returns a copy of a whole model with this rank's tensor-parallel shares of its weights."""
     share = shared_copy(model)
     whole = dict(share.named_parameters(remove_duplicate=False))
     for name, cut in _share(share, group).items():
@@ -140,7 +140,7 @@ def _whole(info: ModelInfo, config: AutoConfig, dtype: torch.dtype) -> PreTraine
 
 def weight_bytes(model: ModelInfo | str | Path, dtype: str, bits: int | None = None) -> int:
     """Returns the bytes that a model's weights take in memory, without loading them; tied weights
-    count once. ``bits`` is the quantisation of the linear layers in ONNX Runtime; None: ``dtype``.
+    count once. ``bits``: size per weight of linear layers in ONNX Runtime; None: as ``dtype``.
     """
     info = inspect_model(model)
     return num_bytes(_empty(info, _config(info), torch_dtype(dtype)), bits)

@@ -5,8 +5,8 @@ output head predicts token t + 1, and head k (k = 1 .. K) predicts token t + 1 +
 
     softmax(W2_k (SiLU(W1_k h) + h))
 
-Here h is the output of the target's last layer after a norm, which each head initialises as the
-target's final norm; W1 is ``block``, W2 is ``output``.
+Here each head computes h from the output of the target's last layer by a norm of its own, which
+starts as a copy of the target's final norm; W1 is ``block``, W2 is ``output``.
 
 Shape letters: R rows, E hidden size, V vocabulary, K heads.
 """
@@ -30,15 +30,15 @@ from specdec.models.runner import backend_module, refuse_wrong
 from specdec.models.slicing import final_norm
 
 Weights = Mapping[str, Tensor]
-"""Optional tensors of a head: norm.weight, block.weight, output.weight (default: the target's) and
-output.ids, the tokens of the matrix' rows (default: all)."""
+"""Tensors of one head, all optional: norm.weight and output.weight (default: the target's),
+block.weight (default: no block), output.ids (token id of each output row; default: all tokens)."""
 
 _SAMPLE = 3  # states of the comparison with eager passes
 
 
 class MedusaHeads:
-    """K heads on the hidden states after the target's last layer, whose index is ``layer``;
-    ``head_bytes`` is the mean number of bytes of weights that one reads per pass.
+    """K Medusa heads, which read the output of the target's last layer (its index is ``layer``);
+    ``head_bytes`` is the mean number of bytes of weights that a head reads per pass.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class MedusaHeads:
         meter: Meter,
         backend: str = "eager",
     ) -> None:
-        """Builds the heads, of which the first predicts the token after the next; weights that they
-        lack are the target's. Passes of ``backend`` "onnx" are first compared with eager ones.
+        """Builds a head per entry of ``heads``; an entry without norm or output matrix uses the
+        target's. For ``backend`` "onnx", results on random states are compared with PyTorch's.
         """
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")
@@ -94,8 +94,8 @@ class MedusaHeads:
 
 
 class MedusaHead:
-    """A norm, ``block`` [E, E] or None, and ``output`` [V, E] or None for that of the target; with
-    a draft vocabulary [U, E], the tokens ``ids``.
+    """One head: a norm, ``block`` [E, E] (None: no block) and ``output`` [V, E] (None: the target's
+    matrix). If a head has a draft vocabulary, ``output`` is [U, E] for the U tokens ``ids``.
     """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:
@@ -139,7 +139,7 @@ class MedusaHead:
 
 
 def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
-    """Reads ``folder``/medusa-LAYER-K.safetensors for K = 1 .. ``num_heads``."""
+    """Reads heads K = 1 .. ``num_heads`` from the files ``folder``/medusa-LAYER-K.safetensors."""
     heads: list[Weights] = []
     for number in range(1, num_heads + 1):
         path = folder / f"medusa-{layer}-{number}.safetensors"

@@ -1,10 +1,10 @@
-"""MTP heads that ship inside a target, as a head that drafts like EAGLE's (``models.eagle``).
+"""Multi-token-prediction (MTP) heads inside a target, used to draft as with EAGLE's heads.
 
-DeepSeek-V3 (arXiv 2412.19437, section 2.2): the row for the token at position p reads ``eh_proj``
-of [enorm(embedding); hnorm(state)], where the state is the target's hidden state of position p - 1
-after its final norm, in one layer of the target's own type and a norm; logits by the target's
-output matrix. A chain applies the first such layer again and again to its own output; further
-layers of a checkpoint are not used. transformers' ``MtpModel`` knows names, norms and order.
+DeepSeek-V3 (arXiv 2412.19437, section 2.2): the row for the token at position p is ``eh_proj`` of
+[enorm(embedding); hnorm(state)], where the state is the target's hidden state of position p - 1
+after its final norm. One layer of the target's own type, a norm and the target's output matrix
+follow. Chains of drafts apply the first MTP layer again and again to its own output; further MTP
+layers of a checkpoint are not used. transformers' ``MtpModel`` loads the layers.
 
 Shape letters: B sequences, T tokens, E hidden size, V vocabulary.
 """
@@ -26,7 +26,7 @@ from specdec.models.slicing import shared_copy
 
 
 class MtpHead(nn.Module):
-    """The first MTP layer; attributes and methods as in ``EagleHead``."""
+    """Drafts with the target's first MTP layer; attributes and methods are as in ``EagleHead``."""
 
     target_ids: Tensor | None = None
     shared_output_bytes: int
@@ -56,7 +56,7 @@ class MtpHead(nn.Module):
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend = causal
     ) -> Tensor:
-        """Returns [B, T, E]; arguments as for ``EagleHead``, whose positions are one less."""
+        """Returns outputs [B, T, E]; arguments as in ``EagleHead``; rotates by positions + 1."""
         embedded = self._target[0](tokens)
         places = positions + 1
         rotation = None
@@ -87,10 +87,10 @@ class MtpHead(nn.Module):
 
 
 def mtp_head(pair: Any) -> MtpHead:
-    """Loads the target's MTP layer; for models without files it is made, and fitted by the pair.
+    """Loads the target's MTP layer; pairs of random models make one and train it on their target.
 
     Raises:
-        UserError: the target has none, or it cannot be read.
+        UserError: the target has no MTP layer, or it cannot be read.
     """
     target: PreTrainedModel = pair.target
     text = target.config.get_text_config()

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 _WIDE = ("lm_head", "output", "down_proj", "down")
-"""Names of the matrices that keep 8 bits in int4, in modules and in graphs."""
-_ROWS = 8192  # of a matrix that are quantised at once, which bounds the memory of large ones
+"""Names, in modules and graphs, of the matrices whose weights have 8 bits even in int4 models."""
+_ROWS = 8192  # rows of a matrix that are quantised at once, to bound memory
 
 
 def bits_of(name: str, bits: int) -> int:
-    """Returns the bits of a weight of the matrix with this name: in int4, output heads and down
-    projections keep 8, which cause most of the loss of quality
-    (experiments/log/2026-11-27-int4.md).
+    """Returns the bits per weight of the matrix ``name``: 8 for output heads and down projections,
+    which cause most of the quality loss of int4 (experiments/log/2026-11-27-int4.md), and ``bits``
+    for all other matrices.
     """
     return 8 if name.rpartition(".")[2] in _WIDE else bits
 
@@ -50,7 +50,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 
 def _blocks(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns codes [N, B, 32] around 0 and scales [N, B, 1], both as floats."""
+    """Quantises a matrix [N, K]: returns signed codes [N, B, 32] and scales [N, B, 1] as floats."""
     values = pad(weight.detach().float(), (0, -weight.shape[1] % BLOCK))
     blocks, half = values.reshape(len(values), -1, BLOCK), 2 ** (bits - 1)
     scales = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -half
@@ -59,8 +59,8 @@ def _blocks(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Rounds the weights of all linear layers in place, except those on the meta device; sessions
-    pack these values without a further error. A tied output head is untied first.
+    """Rounds the weights of all linear layers in place, except those on the meta device, to values
+    that ``packed`` stores without a further error. A tied output head is untied from the embedding.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not module.weight.is_meta:
@@ -70,8 +70,8 @@ def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
 
 
 def num_bytes(model: nn.Module, bits: int | None = None) -> int:
-    """Returns the bytes of a model's weights, tied ones once; ``bits`` of those of linear layers in
-    sessions of ONNX Runtime, None for the model's dtype.
+    """Returns the bytes of a model's weights, tied ones once. ``bits`` is the size per weight of
+    linear layers that ONNX Runtime quantises; None: they have the model's dtype.
     """
     if bits is None:
         return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -30,9 +30,9 @@ def random_model(
     max_positions: int = 256,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Returns a model of ``family`` with weights from a normal distribution of deviation ``scale``,
-    the same for the same arguments, without the global generator; ``options`` are further entries
-    of the family's config.
+    """Returns a model of ``family`` with normally distributed weights of standard deviation
+    ``scale``. Equal arguments give equal weights, whatever the state of torch's global generator;
+    ``options`` are further entries of the family's config.
     """
     kind = torch_dtype(dtype)
     sizes = {
@@ -79,8 +79,8 @@ def _config_entries(family: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def window_options(family: str, window: int, num_layers: int) -> dict[str, Any]:
-    """Returns config entries for ``random_model`` that give layers a sliding window of so many
-    positions; Gemma's layers alternate with full attention, Qwen's first layer has full attention.
+    """Returns ``options`` for ``random_model`` that give its layers a sliding window of ``window``
+    positions. Every second layer of Gemma, and the first layer of Qwen, have full attention.
     """
     if family not in WINDOWED:
         raise UserError(

@@ -2,8 +2,8 @@
 
 A runner cuts its slice out of a copy of the module tree, which shares all parameters. Hooks insert
 and extract hidden states, so transformers' own forward runs the slice and no family needs specific
-code. A ``Backend`` computes the passes: ``Eager`` calls that forward; CUDA graphs, ONNX Runtime and
-exact passes are modules of their own, imported when a runner has them.
+code. A ``Backend`` computes the passes: ``Eager`` calls that forward; the backends for CUDA graphs,
+ONNX Runtime and exact passes are in modules of their own, imported only when a runner uses them.
 
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from specdec.tensor_parallel.collective import Collective
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows that captured and exact passes are padded to."""
+"""CUDA graphs and exact passes pad the rows of a pass to the next of these numbers."""
 
 
 def round_up(number: int, choices: Sequence[int]) -> int:
@@ -153,10 +153,10 @@ def in_parts(
     logits_rows: IntArray | None,
     run: Callable[[Sequence[Rows], Tensor | None, IntArray], RunnerOutput],
 ) -> RunnerOutput:
-    """Runs the rows of a pass in parts, one after the other in packing order.
+    """Runs a pass as several smaller ones, ``parts`` in packing order, and joins their outputs.
 
-    ``run`` gets the rows of a part, their hidden states, and the indices of those whose logits are
-    computed, ascending.
+    ``run`` gets the rows of a part, their hidden states, and, ascending, the indices within the
+    part of those rows whose logits are computed.
     """
     num_rows = sum(len(rows) for part in parts for rows in part)
     wanted = np.arange(num_rows) if logits_rows is None else np.sort(logits_rows)
@@ -228,8 +228,8 @@ class Eager(Backend):
 def forward_inputs(
     model: PreTrainedModel, step: PassPlan, tokens: Tensor, positions: Tensor
 ) -> dict[str, Any]:
-    """Returns the arguments of a slice's forward for tokens and positions int64[R]; placeholders
-    replace the embeddings in a slice that is not the first.
+    """Returns the arguments of a slice's forward for tokens and positions int64[R]; a slice that is
+    not the first gets placeholders as embeddings, which a hook replaces.
     """
     inputs: dict[str, Any] = {
         "position_ids": positions[None],
@@ -246,12 +246,12 @@ def forward_inputs(
 
 KERNELS = ("torch", "triton", "packed")
 GRAPHS = ("off", "replay", "cuda", "auto")
-"""``replay``: static buffers without graphs, on any device; ``auto``: ``cuda`` or else ``off``."""
+"""CUDA graphs: "replay" uses only their static buffers; "auto" is "cuda" on GPUs, else "off"."""
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
-    """Replaces modules of a runner's own copy of the model. Must be called before the first pass,
-    which reads the plain weights into memory.
+    """Replaces modules of a runner's own copy of the model by those of ``execution``. Must be
+    called before the first pass, which reads the plain weights into memory.
     """
     kernels, dtype = execution.kernels, model.dtype
     if kernels not in KERNELS:
@@ -287,7 +287,7 @@ def backend_module(name: str) -> Any:
 
 
 def _captures(graphs: str, device: torch.device) -> bool | None:
-    """Returns whether passes become CUDA graphs; None if passes use no static buffers at all."""
+    """Returns True for CUDA graphs, False for static buffers without graphs, None for neither."""
     if graphs not in GRAPHS:
         raise UserError(f"model.graphs={graphs} is unknown; choose {', '.join(GRAPHS)}")
     is_cuda = device.type == "cuda"
@@ -300,7 +300,7 @@ def _captures(graphs: str, device: torch.device) -> bool | None:
 
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
-"""``logits_rows`` of a pass without logits, such as prefill."""
+"""Value of ``logits_rows`` for a pass that computes no logits, such as prefill."""
 
 _IGNORED = frozenset(
     {"is_causal", "layer_idx", "output_attentions", "position_ids", "use_cache", "cache_position"}
@@ -324,8 +324,8 @@ def slice_model(
 ) -> PreTrainedModel:
     """Returns a copy of the module tree that runs layers first .. last - 1 with tree attention.
 
-    Its hooks store the outputs of the captured layers, before any norm, in the pass's plan, from
-    which a slice that is not the first gets its input.
+    Hooks store the outputs of captured layers, before any norm, in the pass's ``PassPlan``; in a
+    slice that is not the first, a hook also takes the input from that plan.
     """
     name = layers_name(model)
     whole: Any = model.get_submodule(name)
@@ -363,7 +363,7 @@ def check_slice(first: int, last: int, total: int, capture: Sequence[HiddenName]
 
 
 class ModelRunner:
-    """Runs a slice of a model; ``name`` labels its passes in the meter."""
+    """Runs a slice of a model's layers; ``name`` labels its times in the ``Meter``."""
 
     def __init__(
         self,
@@ -382,8 +382,8 @@ class ModelRunner:
         ``CERTIFIED`` should first pass ``check_family``.
 
         Args:
-            model: the whole model, or layers of it as loaded; it is not changed.
-            first_layer, last_layer: the slice; None: to the last layer.
+            model: a model, or one of which only these layers are loaded; it is not changed.
+            first_layer, last_layer: the slice has first .. last - 1; None: up to the model's end.
             capture: hidden states, of layers of the slice, that every pass returns.
             attention: a value of ``Attention``.
             group: tensor-parallel ranks that share the layers; only exact passes use it.
@@ -453,8 +453,8 @@ def _device(model: PreTrainedModel) -> torch.device:
 
 
 class Probe(PassPlan):
-    """A plan that records the shapes of keys and the options by layer of the slice, and rejects
-    unsupported attention arguments.
+    """The plan of a trial pass: records the shapes of keys and the options of attention in each
+    layer; UserError for arguments of attention that are not supported.
     """
 
     def __init__(self, *, model_type: str, first_layer: int, hidden: Tensor | None) -> None:
@@ -523,8 +523,8 @@ def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Refuses a model whose logits under tree attention differ from those of transformers' forward;
-    certified families are not compared, nor models of which only some layers are loaded.
+    """Raises UserError if a model's logits under tree attention differ from those of transformers'
+    own forward. Certified families and models that are loaded only partly are not compared.
     """
     kind = model.config.get_text_config().model_type
     if kind in CERTIFIED or any(p.is_meta for p in model.parameters()):

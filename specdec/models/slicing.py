@@ -1,4 +1,4 @@
-"""The layers of any transformers model: their names, copies that share parameters, cut lists."""
+"""Finds, copies, cuts and records the decoder layers of any transformers model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names since and before transformers 5.24; outputs have an attribute of the same name."""
+"""Names of the cache in a forward's arguments and outputs since transformers 5.24, and before."""
 
 
 def shared_copy(model: PreTrainedModel, shared: Iterable[nn.Module] = ()) -> PreTrainedModel:
-    """Returns a copy of the module tree; all tensors and the modules ``shared`` are not copied."""
+    """Returns a copy of the module tree that shares all tensors and the modules ``shared``."""
     kept = chain(model.parameters(), model.buffers(), shared)
     return copy.deepcopy(model, {id(each): each for each in kept})
 
@@ -54,7 +54,7 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
 
 
 def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) -> nn.Module:
-    """Returns the norm between the last layer and the output head, or that of a cut copy."""
+    """Returns the norm before the output head: of ``copied``, a cut copy of ``model``, if given."""
     parent = (copied or model).get_submodule(layers_name(model).rpartition(".")[0])
     norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
     if not norms:
@@ -77,7 +77,7 @@ def _of_forward(forward: Callable[..., Any]) -> str:
 
 @contextmanager
 def recorded(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
-    """Yields a dictionary that gets the last output of each module inside the block."""
+    """Yields a dictionary in which each module's latest output is stored inside the with block."""
     found: dict[K, Tensor] = {}
     hooks = [m.register_forward_hook(partial(_record, found, key)) for key, m in modules.items()]
     try:
@@ -98,7 +98,7 @@ def first_of(output: Any) -> Tensor:
 
 
 def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments of a layer's forward with other hidden states."""
+    """Returns the arguments (args, kwargs) of a layer's forward with ``hidden`` as its input."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}
@@ -107,8 +107,8 @@ def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
-    """Returns hidden states ``names``, concatenated to [B, T, S], and logits [B, T, V], by
-    transformers' own forward on int64[B, T].
+    """Runs transformers' own forward on ``tokens``, int64[B, T]; returns hidden states ``names``,
+    concatenated to [B, T, S], and the logits [B, T, V].
     """
     layers: Any = target.get_submodule(layers_name(target))
     modules = {name: final_norm(target) if name.normed else layers[name.layer] for name in names}

@@ -1,4 +1,4 @@
-"""Vocabularies as bytes: the tokens that two tokenizers share, and text from one to the other.
+"""Drafts with another tokenizer: tokens common to two vocabularies, and translation of texts.
 
 For tests and measurements, the last functions give a model another tokenizer without training.
 
@@ -41,7 +41,7 @@ _SPACE = "\u2581"  # SentencePiece's mark of a space
 _GAPS = {b" ", b"\t", b"\n", b"\r"}
 
 TRANSLATED = "translated"
-"""Name of the model in ``model=`` and in the meter."""
+"""Name, in configurations and in the meter, of a draft model with another tokenizer."""
 
 _BPE_SPACE = "\u0120"  # the space of byte-level BPE
 _LETTERS = [_BPE_SPACE, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789."]
@@ -51,7 +51,7 @@ _ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}  # of byte
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes, and its encoding of a text that continues another.
+    """A tokenizer's tokens as bytes, and an encoder for text that continues earlier text.
 
     Attributes:
         tokens: bytes of each token; None for special and unused ones.
@@ -63,8 +63,8 @@ class Vocabulary:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, size: int, end: int | None, name: str
     ) -> None:
-        """Reads a fast tokenizer (tokenizer.json) that does not join words itself (WordPiece);
-        ``size`` may be padded.
+        """Reads a fast tokenizer (tokenizer.json); UserError for slow ones and WordPiece. ``size``
+        is the model's vocabulary size, which may exceed the tokenizer's.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -160,8 +160,8 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a text in draft tokens; further text may change the last ``tokens``, and ``rest``
-    are the bytes after them that are no whole character and no draft tokens.
+    """The end of a text in draft tokens, of which further text may change the last. ``rest``: the
+    bytes after ``tokens`` that are no whole character yet and not draft tokens either.
     """
 
     tokens: tuple[int, ...]
@@ -169,18 +169,18 @@ class Tail:
 
 
 class Translation:
-    """Translates a target's tokens to a draft's, by common tokens or by text.
+    """Translates a target's tokens to a draft's: candidates by common tokens, contexts by text.
 
-    The *token-level intersection* (Timor et al. 2025, arXiv 2502.05202, algorithm 4) has the tokens
-    of equal bytes, special tokens of equal content, and the two that end a text.
+    The *token-level intersection* (Timor et al. 2025, arXiv 2502.05202, algorithm 4) has pairs of
+    tokens with equal bytes, special tokens with equal text, and the two tokens that end a text.
 
-    A sequence of target tokens has one sequence of draft tokens, computed token by token: its last
-    word, as far as it is within the last 16 draft tokens, is tokenised again with the bytes of each
-    new token. So the tokens before the last word are final.
+    A text is translated one target token at a time: the last word, if it is within the last 16
+    draft tokens, is tokenised again together with the bytes of the new token. So draft tokens
+    before the last word are final.
 
     Attributes:
         draft_ids: int64[I], draft tokens of the intersection.
-        target_ids: int64[I], their target tokens, ascending.
+        target_ids: int64[I], target tokens of the intersection in the same order, ascending.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
@@ -201,8 +201,8 @@ class Translation:
         self._cached = lru_cache(_CACHED)(self._extended)
 
     def translated(self, tokens: Iterable[int]) -> Tail:
-        """Translates a whole text, such as a prompt; the token for its beginning becomes what the
-        draft's tokenizer puts there.
+        """Translates a whole text, such as a prompt; the target's token for the beginning of a text
+        is replaced by the tokens that the draft's tokenizer puts there.
         """
         ids = list(tokens)
         if ids and ids[0] == self._target.begin:
@@ -218,11 +218,11 @@ class Translation:
         return Tail((*found, *last.tokens), last.rest)
 
     def extended(self, tail: Tail, token: int) -> Tail:
-        """Returns the tail of the text after one more target token; it replaces ``tail``."""
+        """Returns the new end of the text, to replace ``tail``, after one more target token."""
         return self._cached(tail, token)
 
     def num_final(self, tokens: Sequence[int]) -> int:
-        """Returns the number of first draft tokens that further text does not change: up to the
+        """Returns how many of a text's draft tokens no further text can change: those before its
         last word or special token.
         """
         texts = self._draft.tokens
@@ -305,19 +305,19 @@ class TranslatedDraft:
         return torch.from_numpy(self.translation.draft_ids).to(self.runner.device)
 
     def shared_logits(self, logits: Tensor) -> Tensor:
-        """Selects [W, I] from draft logits [W, U]; a softmax renormalises over the intersection."""
+        """Selects the logits [W, I] of tokens that the target also has from draft logits [W, U]."""
         return logits[:, self._draft_ids.to(logits.device)]
 
     def target_logits(self, logits: Tensor) -> Tensor:
-        """Maps draft logits [W, U] to [W, V]: -inf for target tokens outside the intersection."""
+        """Maps draft logits [W, U] to target logits [W, V], -inf for tokens the draft lacks."""
         ids = self.target_ids.to(logits.device)
         return spread(self.shared_logits(logits), ids, self.vocab_size)
 
 
 def simple_tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Returns tokenizer.json of a byte-level BPE tokenizer: at most 64 letters, then pairs of
-    letters, so that a text can be cut into tokens in many ways. Tokens beyond all pairs have no
-    text.
+    """Returns the content of tokenizer.json for a byte-level BPE tokenizer of at most 64 letters,
+    then pairs of letters, so that a text can be cut into tokens in many ways. If ``vocab_size``
+    exceeds the number of letters and pairs, the remaining ids have no text.
     """
     letters = _LETTERS[: isqrt(vocab_size - 1) + 1]
     pairs = [(a, letters[(n + d) % len(letters)]) for d, n, a in _offsets(letters)]
@@ -344,9 +344,9 @@ def other_tokenizer(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Derives another byte-level BPE tokenizer from the tokenizer.json ``described``.
 
-    It keeps the first ``merges`` merges and adds ``joined`` tokens of two kept ones each. Returns
-    its tokenizer.json, and the old tokens that each new token's text consists of. ``seed``
-    determines numbers and pairs.
+    The new tokenizer keeps the first ``merges`` merges and has ``joined`` further tokens, each a
+    pair of kept ones; ``seed`` determines the pairs and all token ids. Returns its tokenizer.json
+    and, per new token, the old tokens that make up its text.
     """
     model = described["model"]
     old, kept = model["vocab"], [list(pair) for pair in model["merges"]]
@@ -378,8 +378,8 @@ def fast_tokenizer(described: dict[str, Any], **special: str) -> PreTrainedToken
 
 
 def with_vocabulary(model: PreTrainedModel, parts: Sequence[Sequence[int]]) -> PreTrainedModel:
-    """Returns a copy of a model with other tokens, whose rows are the means of their ``parts``, the
-    old tokens of each.
+    """Returns a copy of a model with another vocabulary: a new token's rows of embedding and output
+    matrix are means over the rows of its ``parts``, the old tokens that it consists of.
     """
     changed = copy.deepcopy(model)
     inputs, outputs = changed.get_input_embeddings(), changed.get_output_embeddings()

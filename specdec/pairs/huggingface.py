@@ -1,4 +1,4 @@
-"""Pairs of Hugging Face models: everything but where the weights come from."""
+"""Base class of pairs of Hugging Face models; its subclasses define where weights come from."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ _MISSING = {
 class HuggingFacePair(ModelPair):
     """Models of transformers, loaded on first use.
 
-    Subclasses override ``new_model``, and what they have of the rest: the tokenizer, token samples,
-    EAGLE heads, the vocabulary of a draft with another tokenizer.
+    Subclasses override ``new_model`` and, if they have them, the tokenizer, token samples, EAGLE
+    heads, and the vocabulary of a draft with another tokenizer.
 
     Attributes:
         names: names of the models that a strategy may use: "target", "draft", "middle".
-        dtype, device: those of the options, where "auto" is replaced by this machine's value.
+        dtype, device: values of the options, with "auto" replaced by the value for this machine.
         heads_folder: folder of trained exit and Medusa heads; None: heads are untrained.
     """
 
@@ -97,7 +97,7 @@ class HuggingFacePair(ModelPair):
         return self._models[name]
 
     def new_model(self, name: str) -> PreTrainedModel:
-        """Loads or creates a model as it runs; ``UserError`` if the pair does not have it."""
+        """Loads or creates the model ``name``, ready to run; UserError if the pair lacks it."""
         raise UserError(_MISSING[name])
 
     def section(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class HuggingFacePair(ModelPair):
 
     @cached_property
     def head_cost(self) -> float:
-        """The output head's weights relative to a layer's, since a pass reads each weight once."""
+        """Cost of the output head in layers: its number of weights over that of one layer."""
         info = self.info
         matrix = info.vocab_size * info.hidden_size
         total = self.weight_bytes["target"] // DTYPES[self.dtype].itemsize
@@ -263,8 +263,8 @@ class HuggingFacePair(ModelPair):
         exits: Sequence[int],
         group: Collective | None = None,
     ) -> ExitStage:
-        """Builds a stage with exit heads; a tensor-parallel ``group`` shares the layers, but every
-        rank has whole heads.
+        """Builds a stage with exit heads. The ranks of a tensor-parallel ``group`` share the
+        layers, but each of them has the complete heads.
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"
@@ -295,7 +295,7 @@ class HuggingFacePair(ModelPair):
         return None
 
     def eagle_head(self, version: Literal[1, 3]) -> EagleHead:
-        """Loads or creates the EAGLE head; ``version`` is that of an untrained one."""
+        """Loads the EAGLE head, or creates an untrained one of EAGLE version ``version``."""
         from specdec.models.eagle_loading import load_head, untrained_head  # see ``loading``
 
         files, last = self.eagle_files, self.part(self.num_layers - 1, self.num_layers)
@@ -308,9 +308,9 @@ class HuggingFacePair(ModelPair):
     def fitted(
         self, name: str, make: Callable[[], H], fit: Callable[[H, Any], H]
     ) -> tuple[H, bool]:
-        """Returns a drafter that has no files, ``make()``, and whether it has been trained.
+        """Returns a drafter that is not loaded from files, and whether it has been trained.
 
-        Pairs of random models override this to train it on their target by ``fit``.
+        Default: ``make()``, untrained. Pairs of random models train it on their target by ``fit``.
         """
         return make(), False
 

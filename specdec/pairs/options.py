@@ -25,7 +25,7 @@ _PLAIN = {
     "kernels": ("torch",),
     "quantization": ("none",),
 }
-"""Option -> values with which a pass is PyTorch's own, with dense attention."""
+"""Option -> the values with which passes run in plain PyTorch with dense attention."""
 
 _BITS = {"none": None, "int8": 8, "int4": 4}
 
@@ -36,7 +36,7 @@ _BUILDERS = {
     "replay": "specdec.pairs.recorded.build_replay",
     "table": "specdec.pairs.table.TablePair",
 }
-"""``model.kind`` -> function or class that takes the other keys; only that one is imported."""
+"""``model.kind`` -> what builds the pair from the section's other keys; imported when used."""
 
 
 @validated
@@ -45,13 +45,13 @@ class ModelOptions:
     """Options of all models of a pair; keys of ``conf/model/hf.yaml`` and ``random.yaml``.
 
     Attributes:
-        dtype: of the weights; auto: the checkpoint's own on CUDA devices, float32 on others.
+        dtype: type of the weights; auto: the checkpoint's on CUDA devices, float32 on others.
         device: a torch device; auto: the GPU if there is one.
         attention: a value of ``specdec.attention.backends.Attention``, or auto.
         graphs, kernels: see ``specdec.models.execution.Execution``.
         quantization: quantisation of the weights in ONNX Runtime, for all models; values that begin
             with ``draft_`` leave the target as it is.
-        head_bits: of a weight in the matrices of an EAGLE head in ONNX Runtime; None: float32.
+        head_bits: bits per weight of an EAGLE head's matrices in ONNX Runtime; None: float32.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
             each.
         exit_layer: number of layers before the early exit; None for no exit.
@@ -101,8 +101,8 @@ class ModelOptions:
         return None if name == "exit" or (only_drafts and name == "target") else _BITS[kind]
 
     def onnx_or_eager(self, reasons: Sequence[str | None]) -> str:
-        """Chooses what runs the passes; ``reasons`` state why ONNX Runtime cannot run a model
-        (None: it can).
+        """Returns what runs the passes, "onnx" or "eager". ``reasons`` has, for each model, why
+        ONNX Runtime cannot run it, or None if it can.
         """
         options = [f"{n}={value}" for n, value, _ in self.special() if n != "quantization"]
         options += ["exact=true"] if self.exact else []
@@ -123,8 +123,8 @@ def _yaml(value: object) -> str:
 
 
 def with_flat_options(cls: type[Any], into: str = "options", **narrower: Any) -> Callable[..., Any]:
-    """Makes a constructor of a pair that takes the fields of its argument ``into`` as own keys, as
-    configurations state them; ``narrower`` replaces the types of fields that ``cls`` restricts.
+    """Returns a constructor of ``cls`` that takes the fields of the argument ``into`` as arguments
+    of its own, as in configurations; ``narrower`` has types of fields that ``cls`` restricts.
     """
     own = dict(inspect.signature(cls, eval_str=True).parameters)
     default = own.pop(into).default

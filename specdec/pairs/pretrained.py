@@ -40,8 +40,8 @@ _UNTRAINED = Path("untrained")  # value of ``eagle_head``
 
 
 class PretrainedPair(HuggingFacePair):
-    """Models from local folders, from the hub, or from the bundled family; the defaults are those
-    of ``model=hf``.
+    """A pair of models from local folders, from the hub, or from the bundled family. The defaults
+    are those of ``model=hf``.
 
         pair = PretrainedPair(target="path/to/target", draft="path/to/draft")
     """
@@ -64,12 +64,12 @@ class PretrainedPair(HuggingFacePair):
 
         Args:
             target: folder, GGUF file, hub id, ``bundled:NAME`` or ``installed:NAME``.
-            draft, middle: likewise; None if no strategy needs them.
-            translated: likewise, a draft with a tokenizer of its own.
+            draft, middle: models in the same notation; None if no strategy needs them.
+            translated: a draft with a tokenizer of its own, in the same notation.
             ngram: safetensors file of token samples for n-gram counts.
             exit_heads: folder of trained heads (KIND-LAYER.safetensors); None for untrained ones.
             eagle_head: folder of an EAGLE head, or "untrained"; None if no strategy needs one.
-            path: the target's file in ``model=gguf``, where ``target`` refers to it.
+            path: the target's file in ``model=gguf``; if given, it replaces ``target``.
         """
         super().__init__(options)
         target = path or target
@@ -229,8 +229,8 @@ build_pretrained = with_flat_options(PretrainedPair)
 
 
 class LoadedPair(HuggingFacePair):
-    """Models that the caller has loaded, used as they are, in their own dtype and on their own
-    device.
+    """A pair of models that the caller has loaded. They are used as they are, with their own dtype
+    and on their own device.
 
         pair = LoadedPair(target=model, draft=small, tokenizer=tokenizer)
         specdec.generate("def fib(n):", pair=pair)

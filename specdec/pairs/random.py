@@ -28,7 +28,7 @@ _OPTIONS = ModelOptions(dtype="float64", device="cpu", exit_head="norm")
 
 
 class RandomPair(HuggingFacePair):
-    """Small models with random weights and no end tokens, for tests of equality."""
+    """Small models with random weights and no end tokens, for tests that outputs are equal."""
 
     @validated
     def __init__(
@@ -54,8 +54,8 @@ class RandomPair(HuggingFacePair):
             family: architecture, as transformers names it (llama, qwen3, gpt2, ...).
             num_layers, draft_layers, middle_layers: depths; draft and middle are the target's first
                 layers.
-            sliding_window: in positions; None: the family's default, which no short sequence
-                reaches.
+            sliding_window: length of the attention window in positions; None: the family's default,
+                which no short sequence reaches.
             logit_scale: factor of both models' logits; a larger one sharpens the distributions.
             logit_step: logits are rounded to its multiples, which makes ties frequent; 0: no
                 rounding.
@@ -111,9 +111,9 @@ class RandomPair(HuggingFacePair):
         return other_tokenizer(described, merges=num - num // 4, joined=num // 4)
 
     def _created(self, name: str) -> PreTrainedModel:
-        """Creates a model; draft and middle have the target's first layers, so proposals are often
-        right and often wrong. The draft with another tokenizer is renumbered, without some tokens,
-        and with new ones.
+        """Creates a model. Draft and middle model have the target's first layers, so that proposals
+        are often right and often wrong. The draft with another tokenizer is the draft with other
+        token ids, without some tokens and with new ones.
         """
         if name == TRANSLATED:
             return with_vocabulary(self._created("draft"), self._other[1])
@@ -159,7 +159,7 @@ class RandomPair(HuggingFacePair):
         return model
 
     def token_samples(self) -> IntArray:
-        """Returns greedy continuations of the draft, documents separated by token 0."""
+        """Returns greedy continuations by the draft model, each followed by token 0."""
         starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]
         with torch.inference_mode():
             tokens = self.draft.generate(

@@ -46,7 +46,7 @@ _MAX_DIGITS = 18  # of an id, so that it fits 64 bits
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request. Entry i is about the token after position ``num_prompt - 1 + i``."""
+    """A recorded request; entry i of its arrays is about the token at position num_prompt + i."""
 
     id: int
     num_prompt: int  # number of prompt tokens
@@ -89,9 +89,9 @@ def record_request(
     """Ranks the target's tokens in the draft's distribution, at every position of a request.
 
     The draft model reads ``prompt``, int64[T >= 1], and the target's ``output``, int64[L >= 1], and
-    its logits pass through the sampling transform of token sources. So each entry equals what
-    ``expand`` returned for the node on the target's path. ``runner``
-    needs another meter than the run's, which would count these passes.
+    its logits pass through the sampling transform of token sources, so each entry equals what
+    ``expand`` returned for the node on the target's path. ``runner`` must not have the meter of the
+    run, which would count these passes.
     """
     transform = SamplingTransform(sampling)
     tokens = np.concatenate([prompt, output])
@@ -128,10 +128,10 @@ def record_run(
     about: Mapping[str, Any],
     on_request: Callable[[int], None] = lambda _: None,
 ) -> Record:
-    """Records finished requests without changing the run's tokens or counts; those without a token
-    are skipped.
+    """Records finished requests without changing the run's tokens or counts; requests without
+    output are skipped.
 
-    ``about`` gets the ``loop_share`` of the outputs, because tokens of a replay are made up.
+    The record's ``about`` also has the outputs' ``loop_share``, since a replay has other tokens.
     """
     runner = pair.runner("draft", Meter())
     recorded, outputs = [], []
@@ -194,7 +194,7 @@ def read_record(path: str | Path) -> Record:
 
 
 def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
-    """Yields what is wrong; a test may raise unless those before it yielded nothing."""
+    """Yields what is wrong with a record. Read only the first item: later tests may raise."""
     whole, logprobs = [arrays[key] for key in _WHOLE], arrays["logprobs"]
     if not all(array.ndim == 1 and array.dtype.kind in "iu" for array in whole):
         yield f"its {', '.join(_WHOLE)} are no lists of whole numbers"
@@ -219,11 +219,11 @@ def _damage(head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> 
 def read_traces(path: str | Path, method: str | None = None) -> Record:
     """Reads an acceptance trace: JSON lines, plain or gzipped.
 
-    A line has ``id``, a number (else the line's number), the prompt's length as ``num_prompt`` or
-    as the list ``prompt_token_ids``, and ``acc_len``, or an object with ``acc_len`` under the name
-    ``method``. Entry i of ``acc_len`` is the number of tokens that a pass emits after i generated
-    ones: the accepted ones and one of the target. If the line also has ``generated_token_ids``, the
-    shorter of the two lists counts.
+    A line has ``id`` (if it is not a number, the line's number counts), the prompt's length as
+    ``num_prompt`` or as the list ``prompt_token_ids``, and the list ``acc_len``, which may be in an
+    object named ``method``. Entry i of ``acc_len`` is the number of tokens that a pass emits after
+    i generated tokens: the accepted ones and one of the target. ``acc_len`` is cut to the length of
+    ``generated_token_ids`` if the line has that list.
     """
     if not Path(path).is_file():
         raise UserError(f"model.record={path}: no such file")

@@ -3,8 +3,8 @@
 A record (``model=replay``) has, for every position of every prompt, the draft's probabilities and
 the rank of the target's token. Strategies do not depend on the tokens themselves, so these are made
 up. A node on the target's path gets the recorded candidates of its position, with the target's
-token at its recorded rank; one off the path gets those of another position of the same prompt,
-drawn by keyed hash: an approximation if nodes off the path compete for the budget.
+token at its recorded rank. A node off the path gets the candidates of a random position of the same
+prompt, which is an approximation if such nodes compete for places in the tree.
 
 Shape letters: P recorded positions of all requests, K candidates, n given positions.
 """
@@ -43,9 +43,9 @@ _CHAINS = (".Chain", ".RootOnly")  # policies without branches
 class RecordedPair(ModelPair):
     """A pair whose target is a token sequence per request that is given instead of computed.
 
-    The draft's ranks of the target's tokens (``hidden``) are drawn or recorded. ``SyntheticSource``
-    proposes from these; other sources with a draft are refused. ``hidden_middle`` is a middle
-    model's.
+    ``hidden`` has these sequences and the draft's ranks of their tokens, random or recorded.
+    ``SyntheticSource`` proposes from the ranks; other sources that need a draft are refused.
+    ``hidden_middle`` is the same for a middle model; None without one.
     """
 
     is_synthetic = True
@@ -112,16 +112,16 @@ class SyntheticModels(RecordedPair):
         origin: Text = "assumed",
         requests: Index = 0,
     ) -> None:
-        """Takes the keys of ``model=synthetic``, among which are those of ``law``.
+        """Takes the keys of ``model=synthetic``, in which the fields of ``law`` are separate keys.
 
         Args:
+            law: the acceptance model: tokens of the target, and the draft's ranks of them.
             num_layers: layers of the target, the largest possible number of stages.
-            middle_top1: ``top1`` of a model between draft and target, which is right wherever the
-                draft is if its chances are larger; where both are wrong they agree. Empty: none.
-            covers: whose acceptance the model describes: "chain" for the token of a chain, "tree"
-                for any node of a measured tree.
-            draft_name: the draft with which the acceptance was measured; the profile must have its
-                time.
+            middle_top1: ``top1`` of a middle model, which is right wherever the draft is if its
+                chances are larger; where both err, they propose the same token. Empty: none.
+            covers: "chain" if ``law`` describes acceptance of a chain's tokens, "tree" if it
+                describes whether any node of a measured tree was accepted.
+            draft_name: the measured draft, whose time the latency profile must have.
             origin: origin of the values, for result files.
             requests: number of requests that the values were fitted to, for the confidence
                 intervals of a plan; 0: not known.
@@ -150,8 +150,8 @@ class SyntheticAnswerer(Answerer):
         self._hidden = hidden
 
     def answer(self, batch: Batch, logits: torch.Tensor | None) -> tuple[Answers, ...]:
-        """Answers with the given token after every row's position, also off the target's path,
-        where a verifier does not read it.
+        """Returns the given token after the position of every row, also of rows off the target's
+        path, whose answers no verifier reads.
         """
         return tuple(
             Answers(
@@ -164,9 +164,9 @@ class SyntheticAnswerer(Answerer):
 
 
 class RecordedSequences(HiddenPair):
-    """Made-up target sequences of recorded lengths, each ending in ``END``, and a recorded draft.
+    """Made-up target sequences of recorded lengths, ending in ``END``, and recorded draft ranks.
 
-    Its classes are the recorded positions.
+    Each recorded position is a class of its own (see ``HiddenPair``).
 
     Attributes:
         class_logprobs: float64[P, K].
@@ -215,7 +215,7 @@ class RecordedSequences(HiddenPair):
         return self._ranks[self.classes(request_id, positions)]
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """Returns int64[n]: accepted tokens of a chain with its root there; 0 beyond the trace.
+        """Returns int64[n]: accepted tokens of a chain rooted at each position; 0 past the trace.
 
         Returns None for a record, whose ranks do not depend on the root.
         """
@@ -288,14 +288,14 @@ class ReplayModels(RecordedPair):
 def build_replay(
     *, record: Text, method: Text | None = None, num_layers: Count = 80, seed: Index = 0
 ) -> ReplayModels:
-    """Builds the models of a recorded run.
+    """Builds the pair that replays a recorded run or an acceptance trace.
 
     Args:
         record: a ``record.npz``, ``bundled:NAME``, or a ``.jsonl`` (``.jsonl.gz``) of acceptance
             lengths.
-        method: name of a method in a trace of several.
+        method: which method of the trace to replay, if it has several.
         num_layers: layers of the target, the largest possible number of stages.
-        seed: seed of tokens, and of positions for nodes off the target's path.
+        seed: seed of the made-up tokens and of the random choices for nodes off the path.
     """
     if record.endswith((".jsonl", ".jsonl.gz")):
         recorded = read_traces(record, method)

@@ -1,5 +1,5 @@
-"""Pairs given by tables of logits: the next token depends only on the last one, so all
-distributions are known exactly. Tables have the same slices, caches and logits per node as models.
+"""Model pairs given by tables of logits: the next token depends only on the last one, so all
+distributions are known exactly. Tables are called like models, with stages, caches and tree nodes.
 
 Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R rows of a pass.
 """
@@ -42,8 +42,8 @@ _SAMPLE_LENGTH = 16
 
 
 class TablePair(ModelPair):
-    """Target and draft as tables of logits given the last token; the draft is also the exit, and
-    deeper exits interpolate towards the target: at twice ``exit_layer`` the logits are halfway.
+    """Target and draft as tables of logits given the last token. The exit at ``exit_layer`` has the
+    draft's table; deeper exits interpolate towards the target's, halfway at twice that layer.
     """
 
     option = "table"
@@ -117,7 +117,7 @@ def _stage(runner: TableRunner) -> ModelStage:
 
 
 def _translated(table: torch.Tensor) -> TranslatedDraft:
-    """Gives the draft's table [S, V] another vocabulary: renumbered, and without some tokens."""
+    """Returns a draft of table [S, V] with another vocabulary: other ids, without some tokens."""
     size = table.shape[1]
     described = simple_tokenizer(size)
     num = len(described["model"]["merges"])
@@ -131,7 +131,7 @@ def _translated(table: torch.Tensor) -> TranslatedDraft:
 
 
 class TableHeads:
-    """Stand-in for ``MedusaHeads``: powers of a table, the distributions of later tokens."""
+    """Stand-in for ``MedusaHeads`` with the exact distributions of later tokens (table powers)."""
 
     head_bytes = 0
     trained = True
@@ -164,10 +164,10 @@ class _Drafter:
 
 
 class TableBlock(_Drafter):
-    """Stand-in for ``BlockRunner`` with four drafts: powers of a table, from the anchor's token.
+    """Stand-in for ``BlockRunner`` with four draft tokens, from powers of a table.
 
-    Their logits also depend on the last state of the context, and a DSpark drafter's on the token
-    before.
+    The logits depend on the anchor token, on the last state of the context and, for a DSpark
+    drafter, on the token before.
     """
 
     trained = True
@@ -187,7 +187,7 @@ class TableBlock(_Drafter):
         context.length += len(features)
 
     def rows(self, context: Context, anchor: int) -> torch.Tensor:
-        """Returns [M, V], the logits themselves."""
+        """Returns the logits of the draft tokens, [M, V], in place of hidden states."""
         token = torch.tensor([[anchor]])
         logits = [self._heads.logits(number, token) for number in range(self.num_drafts)]
         before = int(context.pairs[0][0]) % len(self._table)
@@ -199,8 +199,8 @@ class TableBlock(_Drafter):
 
 
 class TableEagle(_Drafter):
-    """Stand-in for ``EagleRunner`` whose states are tokens; its logits depend on them, so that a
-    wrong state shows.
+    """Stand-in for ``EagleRunner`` whose states are tokens. Its logits depend on the states, so
+    that a wrong state changes the output.
     """
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -227,8 +227,8 @@ class TableEagle(_Drafter):
 
 
 class TableRunner:
-    """Stand-in for ``ModelRunner``: a table with the same calls, caches and shapes, whose hidden
-    states are the tokens.
+    """Stand-in for ``ModelRunner`` that reads logits from a table, with the same methods, caches
+    and shapes; its hidden states are the tokens.
     """
 
     def __init__(

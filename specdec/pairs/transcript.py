@@ -2,8 +2,8 @@
 
 Under ``verifier=match`` the tokens per pass depend only on the text that the target writes: here
 the turns of ``data.edits``, or prompts and completions of a file, such as the log of a larger
-model. With ``draft`` a real draft model proposes after every token, so acceptance is exactly that
-beside the target. There are no probabilities of the target and no times of its own (use
+model. With ``draft`` a real draft model proposes after every token, so acceptance is exactly as
+with the target. There are no probabilities of the target and no times of its own (use
 ``clock=simulated``).
 
 Shape letters: T tokens of a request, n given positions.
@@ -81,8 +81,8 @@ class TranscriptModels(RecordedPair):
             texts: "edits", or a JSON lines file with ``prompt`` and ``completion``, or with the
                 token ids ``prompt_token_ids`` and ``output_token_ids``.
             subset: one kind of turn of "edits"; None for all.
-            tokenizer: folder of a model, or ``bundled:NAME``; None for the draft's, without a
-                draft ``bundled:target``.
+            tokenizer: folder of a model, or ``bundled:NAME``; None: the draft's tokenizer or,
+                without a draft, that of ``bundled:target``.
             draft: folder of a draft model that shares the tokenizer, or ``bundled:NAME``.
             draft_name: the draft's name in latency profiles.
             num_layers: layers of the target, the largest possible number of stages.

@@ -24,7 +24,7 @@ FILLED = {
     "serving": {"batch_size", "prefill_chunk"},
     "clock": {"rank"},
 }
-"""For each section, arguments of its class that the program passes, so configurations omit them."""
+"""Section -> arguments of its class that the library passes, so configurations must omit them."""
 
 
 def locate(target: object, where: str, base: type | None = None) -> type:
@@ -60,9 +60,9 @@ def check_values(
 ) -> None:
     """Checks a section of a configuration against the parameters of a function or class.
 
-    ``given`` parameters are passed by the program, so the section may not have them; keys in
-    ``also`` are allowed beyond the parameters; ``complete``: parameters with defaults are required
-    too.
+    Parameters in ``given`` are passed by the library, so the section must not have them; keys in
+    ``also`` are allowed besides the parameters. If ``complete``, parameters with defaults are
+    required too.
     """
     label, prefix = label or where or "the configuration", where and f"{where}."
     plain, required, _ = signature_of(make)
@@ -88,11 +88,11 @@ def build_part(
     label: str = "",
     common: Callable[..., Any] | None = None,
 ) -> Any:
-    """Constructs the parts nested in a node, then the part itself.
+    """Constructs the parts nested in a node, then the node's part, and returns it.
 
     ``runtime`` maps an argument to a factory of the object that is passed if the node lacks that
-    key; with None the node is only checked. The parameters of ``common`` are allowed besides those
-    of the class.
+    key; if it is None, the node is only checked. Keys may also be parameters of ``common``, besides
+    those of the class.
     """
     label = label or where
     if isinstance(node, list):

@@ -27,7 +27,7 @@ _STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def expects(text: str) -> pydantic.GetPydanticSchema:
-    """Returns ``Annotated`` metadata that replaces a field's error message, best with a remedy."""
+    """Returns ``Annotated`` metadata that makes ``text`` the error message of a field."""
     return pydantic.GetPydanticSchema(
         lambda hint, make: custom_error_schema(make(hint), "expects", custom_error_message=text)
     )
@@ -130,8 +130,8 @@ def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown word: close matches, and the known words if these are 24 at
-    most or nothing is close.
+    """Returns a hint for an unknown word: similar known words, and a list of the known words if
+    there are at most 24 or none is similar.
     """
     words = sorted(set(known))
     # A long dotted key is close to many others; its last part decides.

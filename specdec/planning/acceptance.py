@@ -1,4 +1,4 @@
-"""What is known of the acceptance of draft tokens: an acceptance model, or the record of a run."""
+"""What a plan knows of the acceptance of draft tokens: an acceptance model or a recorded run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specdec.sources.synthetic import SyntheticPair
 class Acceptance:
     section: Mapping[str, Any]  # the section ``model`` of a configuration that chooses it
     label: str
-    requests: int  # measured ones behind it; 0 if it is assumed or does not say
+    requests: int  # number of measured requests that it is based on; 0 if unknown or none
     hit_rate: float  # share of positions whose first candidate is right
     pair: ModelPair  # models that reproduce it
     draft_name: str | None = None  # a profile must have its time; None accepts any
@@ -71,7 +71,7 @@ def of_record(section: Mapping[str, Any]) -> Acceptance:
 
 
 def _hits(request: RecordedRequest) -> np.ndarray:
-    """Returns bool[L], whether the first candidate after each token is right."""
+    """Returns bool[L]: whether the draft's best candidate for each of L output tokens is right."""
     return np.asarray(request.ranks == 0 if request.reach is None else request.reach > 0)
 
 

@@ -1,7 +1,7 @@
-"""A plan for a target without a draft: presets that draft from text or heads are measured here.
+"""Plans for a target without a draft model: presets that draft from text or heads are timed here.
 
-Their hits are known only once the model has decoded, so nothing is simulated: all decode the same
-prompts in turns of a fraction of a second, until the prompts or the budget end.
+Their acceptance is unknown before the model decodes, so nothing is simulated: all presets decode
+the same prompts, taking turns of a fraction of a second, until the prompts or the budget run out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRESETS_BY_KEY = {
     "exit_heads": ("eesd", "ppsd"),
     "translated": ("translated",),
 }
-"""Key of the model -> presets that are tried if it is set."""
+"""Key of the section ``model`` -> presets that are tried if that key has a value."""
 
 _LENGTH = 64  # tokens per prompt
 
@@ -31,9 +31,9 @@ _LENGTH = 64  # tokens per prompt
 def measure_alone(
     models: ModelsHere, chosen: PlanOptions, keys: Sequence[str]
 ) -> tuple[Plan, Candidate]:
-    """Returns the plan and its first choice; ``keys`` are those of the model that are set.
+    """Returns the plan and its first choice; ``keys`` are the keys of ``model`` that have a value.
 
-    If interrupted it returns what the prompts so far say.
+    An interruption ends the measurement; the plan then uses the prompts decoded so far.
     """
     began, progress, batch = monotonic(), models.progress, chosen.batch[0]
     names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]

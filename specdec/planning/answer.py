@@ -1,4 +1,4 @@
-"""The answer of a finished search: ranking, what decides it, further batches; its check."""
+"""Builds and writes the plan from a finished search, and compares a plan with a real run."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,8 +61,8 @@ class Recommendation:
     gain: float  # over plain decoding by the plan's objective
     gain_interval: tuple[float, float]  # paired
     first: float  # share of the resamples in which it is the best
-    tokens_per_answer: float  # of the target, as ``hit_rate``
-    hit_rate: float
+    tokens_per_answer: float  # emitted per answer of the target
+    hit_rate: float  # share of answers whose next token was in the tree
     memory_gb: float | None  # on the fullest device; None if unknown
     is_plain: bool
 
@@ -74,8 +74,8 @@ class Plan:
     batch: int
     context: int
     devices: int
-    acceptance: str  # a description, as ``machine``
-    machine: str
+    acceptance: str  # a description of the acceptance model or record
+    machine: str  # a description
     decides: tuple[str, ...] = ()  # sentences on what the first choice depends on
     # The fastest at each further batch size and context.
     by_batch: tuple[Mapping[str, Any], ...] = ()
@@ -138,8 +138,8 @@ def conclude(
 
 
 def choices_of(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendation, ...]:
-    """Returns the candidates as recommendations, without those whose times equal those of one
-    ranked before them on every prompt; plain decoding always stays.
+    """Returns the candidates as recommendations. A candidate is left out if its time on every
+    prompt equals that of a better-ranked one; plain decoding always stays.
     """
     chosen = search.chosen
     batch, context = chosen.batch[0], chosen.context[0]
@@ -183,10 +183,10 @@ def choices_of(search: Search, ranked: Sequence[Candidate]) -> tuple[Recommendat
 def _decides(
     search: Search, winner: Candidate, units: Sequence[Unit], choices: Sequence[Recommendation]
 ) -> Iterator[str]:
-    """Says which work the time per token depends on, and compares the first choice with the next.
+    """Yields sentences on the work that limits the first choice, and on the next best preset.
 
-    The share of a kind of work is from a simulation at 90 % of its cost: (t - t') / (0.1 t); hidden
-    work has 0.
+    The share of a kind of work is (t - t') / (0.1 t), with t the time per token and t' the same in
+    a simulation in which this work costs 90 %. Work that is hidden behind other work has share 0.
     """
     whole = search.times(winner, _PROMPTS).mean
     shares = {}
@@ -217,8 +217,8 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fastest at the other batch sizes and contexts, of the ranked presets in their
-    layouts; larger batches favour smaller trees, so halved sizes are tried too.
+    """Yields the fastest candidate for each further batch size and context: of the ranked presets
+    in their layouts, also with sizes divided by 2 and 4, since larger batches favour smaller trees.
     """
     machine, chosen = search.machine, search.chosen
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
@@ -382,9 +382,9 @@ def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
     """Compares a real run of the plan's first choice with the predictions, ``Plan.expected``.
 
     The interval of a prediction comes from resampling as many prompts as the run has, fewer if the
-    acceptance model was fitted to few requests; intervals of times also include the machine's
-    error. A warning names the acceptance model if the acceptance length or the hit rate is outside
-    its interval, and the latency profile if the time per answer is.
+    acceptance model was fitted to few requests; intervals of times are widened by the relative
+    error of the machine's times. A warning names the acceptance model if tokens per answer or hit
+    rate are outside their intervals, and the latency profile if the time per answer is outside.
     """
     units = [Unit(**values) for values in expected["units"]]
     num = effective(effective(len(units), expected["requests"]), len(run))

@@ -1,4 +1,4 @@
-"""Candidates of a plan: presets in layouts and sizes, and their simulated decoding."""
+"""Candidates of a plan: presets with a layout and sizes, and the simulator that times them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SIZES: Mapping[str, tuple[Any, ...]] = {
     "nodes": (16, 32, 60, 80),
     "segment": (8, 16, 32),
 }
-"""Key of a policy -> values to try, one key after the other."""
+"""Key of a policy -> values that the search tries, one key after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Candidate:
     layout: Layout = field(default_factory=Layout)
     sizes: Mapping[str, Any] = field(default_factory=dict)  # what differs from the preset's policy
     free: int = 0  # models that run on a device of their own by construction
-    # Whether real models decode it on the simulated clock: its source reads what laws have not.
+    # Whether real models decode it on the simulated clock, as its source reads tokens or states.
     decoded: bool = False
 
     @property
@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def staged(self) -> bool:
-        """Whether its executor has stages, or has no keys (``on`` may make a pipeline of it)."""
+        """Whether the executor has pipeline stages, or ``on`` may replace it by one that has."""
         executor = self.config["executor"]
         return not self.copies and ("target_degree" in executor or len(executor) == 1)
 
@@ -139,10 +139,10 @@ def presets(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Returns the presets that can be simulated, without layouts, and why the others cannot.
 
-    With ``pair``, models that reproduce the acceptance of a draft, plain decoding is added to
-    ``names`` (none: all). Without it the real models decode, so sources may read tokens and hidden
-    states; unless runs correct the costs (``measured``), those with a model or head of their own
-    are refused.
+    ``pair`` reproduces a draft's acceptance from a model or record; plain decoding is then added to
+    ``names`` (none: all presets). Without ``pair`` the real models decode, so sources may read
+    tokens and hidden states. Sources with a model or head of their own are then refused, unless
+    measured runs will correct the costs (``measured``).
     """
     known = options("strategy", extra)
     for name in names:
@@ -203,7 +203,7 @@ class Unit:
 
     @property
     def later_answers(self) -> int:
-        """Number of answers after each request's first, with which its decode phase begins."""
+        """Number of answers after each request's first, with which the decode phase begins."""
         return self.answers - self.requests
 
     @staticmethod
@@ -227,7 +227,7 @@ TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A ratio of two counts of units, such as seconds per token: float64[U] each."""
+    """Numerators and denominators of a ratio, such as seconds and tokens, float64[U] of U units."""
 
     above: FloatArray
     below: FloatArray
@@ -239,8 +239,8 @@ class Times:
 
     @staticmethod
     def of(units: Sequence[Unit], objective: str, devices: int = 1) -> Times:
-        """Computes seconds per token: of one request for "latency", otherwise of all requests;
-        times devices for "per_device".
+        """Returns seconds per token: of one request for "latency", else of all requests together,
+        multiplied by ``devices`` for "per_device".
         """
         if objective == "latency":
             return Times.ratio(units, "seconds", "tokens")
@@ -251,8 +251,8 @@ class Times:
         return float(self.above.sum() / self.below.sum())
 
     def resampled(self, count: float) -> FloatArray:
-        """Returns float64[R], the means over ``count`` units drawn with replacement, by the same
-        draws for all candidates, so that ratios are paired.
+        """Returns float64[R], the ratio in R bootstrap samples of ``count`` units each. All
+        candidates use the same samples, so that comparisons are paired.
         """
         shape = (_RESAMPLES, max(1, round(count)))
         picks = np.random.default_rng(0).integers(0, len(self.above), shape)
@@ -261,9 +261,9 @@ class Times:
 
 
 def effective(simulated: float, requests: float) -> float:
-    """Returns 1 / (1 / n + 1 / m): how many units carry the information of n units simulated with
-    an acceptance model of m requests. m is 0 where that is unknown, and for a record, whose prompts
-    are its requests.
+    """Returns 1 / (1 / n + 1 / m), the effective number of n units simulated with an acceptance
+    model that was fitted to m requests; n if m is 0, which means that m is unknown or that the
+    units are the recorded requests themselves.
     """
     return 1.0 / (1.0 / simulated + 1.0 / requests) if requests else float(simulated)
 
@@ -274,7 +274,7 @@ def interval(values: FloatArray) -> tuple[float, float]:
 
 
 class Simulator:
-    """Decodes candidates; results are stored in a file, so that a search can be resumed."""
+    """Decodes prompts with candidates, and stores the results in a file for a resumed search."""
 
     def __init__(
         self,
@@ -284,10 +284,10 @@ class Simulator:
         prompts: int,
         models: Callable[[], tuple[ModelPair, Sequence[TokenPrompt]]] | None = None,
     ) -> None:
-        """Reads the results that the file has.
+        """Reads the results that the file ``path`` has.
 
-        ``prompts`` is how many are drawn, or at most taken from a record. ``models`` loads real
-        models, for candidates that no acceptance model or record can reproduce.
+        ``prompts`` is how many are drawn at random, or at most taken from a record. ``models``
+        loads real models, for candidates that no acceptance model or record can reproduce.
         """
         self._pair, self._path, self._models = pair, path, models
         self._known: dict[str, Unit] = {}
@@ -312,8 +312,8 @@ class Simulator:
         return len(self._prompts)
 
     def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        """Returns the results of the first ``count`` units of ``batch_size`` prompts each, as far
-        as there are prompts.
+        """Returns the counts of the first ``count`` units, of ``batch_size`` prompts each, or of
+        fewer if prompts are lacking; each output has ``length`` tokens.
         """
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
@@ -323,13 +323,13 @@ class Simulator:
         return [self._known[key] for key in keys]
 
     def put(self, made: Candidate, length: int, units: Sequence[Unit]) -> None:
-        """Stores measured results of the first units in place of simulated ones."""
+        """Stores measured results of the first units, to be used in place of simulations."""
         for at, unit in enumerate(units):
             self._keep(f"{made.key}:{length}:{at}", unit)
 
     def copy_scaled(self, made: Candidate, slower: Candidate, factor: float) -> None:
-        """Copies results of ``made`` to ``slower``, whose costs are all ``factor`` times as large:
-        the schedule is the same.
+        """Copies the results of ``made`` to ``slower``, with times multiplied by ``factor``. All
+        costs of ``slower`` are this much larger, so it decodes in the same steps.
         """
         for key, unit in list(self._known.items()):
             target = key.replace(made.key, slower.key)

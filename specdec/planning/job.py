@@ -1,4 +1,4 @@
-"""``specdec plan``: reads the request, measures what has to be measured, searches and answers."""
+"""``specdec plan``: checks the request, measures models if necessary, searches, writes the plan."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,27 +59,26 @@ class PlanRequest:
     words: tuple[str, ...]  # overrides of the configuration
     extra: tuple[Path, ...]  # further configuration trees
     model: Mapping[str, Any]  # section of the configuration
-    machine: Machine | None  # None if it has to be measured first, as ``acceptance``
-    acceptance: Acceptance | None
+    machine: Machine | None  # None if it has to be measured first
+    acceptance: Acceptance | None  # likewise
     output_dir: str | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether the model has no draft, so that presets without one are measured."""
+        """Whether the target has no draft, so that presets that need none are measured."""
         pretrained = self.model["kind"] == "pretrained" and self.acceptance is None
         return pretrained and self.model["draft"] is None
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of config.yaml: everything but ``check``, which may be added later."""
+        """The content of config.yaml: all options but ``check``, which a later command may add."""
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.chosen).items()}
         del values["check"]
         return {"command": "plan", **values, "overrides": list(self.words)}
 
     @property
     def decoding_words(self) -> list[str]:
-        """Overrides of the run that records the models' acceptance. Default for the data: a small
-        random sample."""
+        """Overrides for runs of the models, by default on a small random sample of the data."""
         missing = (k for k in _SAMPLE if not any(word.startswith(f"{k}=") for word in self.words))
         return [*self.words, *(f"{key}={_SAMPLE[key]}" for key in missing)]
 
@@ -87,7 +86,7 @@ class PlanRequest:
 def plan_request(
     words: Sequence[str], extra: Sequence[Path] = (), keys: Mapping[str, Any] | None = None
 ) -> PlanRequest:
-    """Checks a command before anything is decoded; ``keys`` are options in place of words."""
+    """Checks a command before anything is decoded; ``keys`` are plan options as Python values."""
     chosen, rest = split_words(words, keys or {})
     for override in parse(rest):
         section = str(override.key_or_group).lstrip("+~").partition(".")[0]
@@ -137,8 +136,8 @@ def plan_request(
 def searched(
     request: PlanRequest, folder: Path, progress: Progress
 ) -> tuple[Search, Acceptance, list[Candidate]]:
-    """Measures what has to be measured, then searches, or resumes from ``folder``; returns the last
-    round's candidates with plain decoding.
+    """Measures the models if necessary, then searches, resuming from files in ``folder``. Returns
+    the search, the acceptance, and the last round's candidates with plain decoding.
     """
     chosen, extra, began = request.chosen, request.extra, monotonic()
     batch = chosen.batch[0]
@@ -230,8 +229,8 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
 
 
 def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVerdict:
-    """Compares the plan in a folder with a run, which it starts if ``check=true``: on the wall
-    clock if the profile was measured and one device suffices, else paced by the plan's own profile.
+    """Compares the plan in a folder with a run, which ``check=true`` starts: on the wall clock if
+    the profile was measured and one device suffices, else with work stretched to the planned times.
     """
     plan = parse_json((folder / RESULT_FILE).read_bytes())
     run = Path(request.chosen.check).expanduser()
@@ -262,7 +261,7 @@ def plan(
     Args:
         overrides: words as on the command line: model=, data=, sampling=, and options of the plan.
         config_dirs: further configuration trees (``--config-dir``).
-        output_dir: folder for the files of the plan, where a search is resumed; None keeps none.
+        output_dir: folder for the plan's files, from which a search resumes; None keeps none.
         keys: options of the plan (``PlanOptions``) as values.
     """
     for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):

@@ -1,15 +1,15 @@
-"""Layouts of target and draft on devices, and the machines that price them.
+"""Layouts of target and draft on devices, and machines that give the times of their work.
 
 A pass of R rows of a model on d devices of a described machine, which share every layer, takes
 
     L (layer_ms + [d > 1] reduce_ms) + max(B / (d memory_share bandwidth),
                                            2 P R / (d flop_share peak)),
 
-with L layers, P parameters and B bytes of weights and of the keys and values that are read.
-``eager_layer_ms`` replaces ``layer_ms`` for engines without captured graphs. The constants are
-fitted by ``experiments/plan/roofline.py``, which states the error on models that the fit does not
-use, to 156 published pass times: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8
-GPUs (AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
+with L layers, P parameters and B bytes of weights, keys and values that are read. The other names
+are ``Constants``; ``eager_layer_ms`` replaces ``layer_ms`` for engines without captured graphs.
+The constants are fitted (``experiments/plan/roofline.py``, with the error on held-out models) to
+156 published pass times: 16-bit weights of 10 models, 0.07 to 71 billion parameters, on 8 GPUs
+(AnthonyHuo/An-Empirical-Study-on-Tree-based-Speculative-Decoding 0428ac25, jianc99/FastHesse,
 swiss-ai/apertus-speculative-decoding, spitzblattr/spec-bench-vllm).
 """
 
@@ -28,13 +28,13 @@ from specdec.planning.options import PlanOptions
 
 _DEGREES = (1, 2, 4, 8, 16)
 _POINTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
-"""Numbers of rows at which a described machine is priced."""
+"""Numbers of rows for which the time of a pass on a described machine is computed."""
 
 _LAYERS = {0.07: 2, 0.5: 24, 1.2: 16, 3.0: 28, 8.0: 32, 13.0: 40, 33.0: 60, 70.0: 80}
-"""Billions of parameters -> layers, of published Llama and Qwen models."""
+"""Billions of parameters -> number of layers, of published Llama and Qwen models."""
 
 ERROR = 0.25
-"""Three quarters of the held-out pass times have a smaller relative error; the median is 11 %."""
+"""Relative error of computed pass times: 75 % of held-out times are within it (median 11 %)."""
 
 
 class DoesNotFit(Exception):
@@ -72,8 +72,8 @@ def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> lis
 
     Args:
         own_draft: whether the draft has devices of its own.
-        staged: whether the executor has stages.
-        copies: whether it has copies of the target instead, on one device each.
+        staged: whether the executor has pipeline stages.
+        copies: whether the executor runs copies of the target instead, on one device each.
     """
     found: dict[Layout, None] = {}
     for draft_degree in _DEGREES if own_draft and staged else (1,):
@@ -106,7 +106,7 @@ class Machine:
 
     @property
     def prices_context(self) -> bool:
-        """Whether times depend on the context; measured ones are of a single one."""
+        """Whether times depend on the context length; measured times hold for a single one."""
         return False
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
@@ -124,10 +124,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled(Machine):
-    """A latency profile, or this machine measured for some numbers of requests at a time.
+    """A machine with measured times: a latency profile, or this machine at some batch sizes.
 
-    Stage times are scaled to the number of stages; fewer devices than the profile's are assumed not
-    to hold the target.
+    Stage times are scaled to the layout's number of stages. Layouts with fewer target devices than
+    the profile has stages are refused, since the target is assumed not to fit on them.
     """
 
     stages: int  # of the target that the times are of
@@ -167,7 +167,7 @@ def scaled(curve: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Constants of the time of a pass.
+    """Constants of the formula for the time of a pass (module docstring).
 
     Attributes:
         memory_share, flop_share: the part of the data sheet's bandwidth and peak that is reached.
@@ -197,9 +197,9 @@ def pass_ms(
     eager: bool = False,
     constants: Constants = CONSTANTS,
 ) -> float:
-    """Returns the milliseconds of a pass by the formula in the module docstring. ``degree`` is its
-    d, ``num_bytes`` its B; ``bytes_per_s`` and ``flops_per_s`` are the bandwidth and peak of one
-    device in its data sheet.
+    """Returns the milliseconds of a pass of ``rows`` rows: overhead per layer, plus the larger of
+    the times to read ``num_bytes`` and to compute on ``degree`` devices that share every layer.
+    ``bytes_per_s`` and ``flops_per_s`` are the bandwidth and peak of one device's data sheet.
     """
     reading = num_bytes / (degree * constants.memory_share * bytes_per_s)
     computing = 2.0 * parameters * rows / (degree * constants.flop_share * flops_per_s)
@@ -211,8 +211,8 @@ def pass_ms(
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described(Machine):
-    """A machine that is described by the keys of docs/plan.md, and priced by the roofline; all
-    transfers of a step take as long as the slowest.
+    """A machine that the user describes (keys: docs/plan.md); a roofline formula gives its times.
+    In a layout over several boxes, every transfer takes as long as one between boxes.
     """
 
     note: str = "described machine: roofline, efficiencies fitted to 156 published pass times"
@@ -288,8 +288,8 @@ def _curve(ms: Callable[[int], float]) -> dict[str, Any]:
 def machine_of(
     chosen: PlanOptions, extra: Sequence[Path] = (), *, draft_name: str | None = None
 ) -> Machine:
-    """Returns the machine that ``profile`` names, a latency profile (with the time of
-    ``draft_name``) or a description.
+    """Returns the machine that the option ``profile`` names: a latency profile, with the draft
+    times for ``draft_name``, or a described machine.
     """
     if chosen.profile is None:
         raise UserError(

@@ -1,12 +1,12 @@
-"""Measures a plan's models on this machine: passes, and the last candidates of its search.
+"""Measures a plan's models on this machine: times of passes, and the search's last candidates.
 
-Passes are measured as ``specdec profile`` does, over the context of the record and the planned
-requests. A real step also selects nodes, packs rows, draws and judges tokens and moves cache
-entries, which the search does not charge.
+Passes are measured as ``specdec profile`` does, at the context length of the recorded prompts and
+the planned batch sizes. A real step also selects nodes, packs rows, samples and verifies tokens and
+moves cache entries, for which a simulation charges no time.
 
-After the search each of the last candidates decodes prompts of the record for real, in turns with
-the others, and the same prompts in simulation: the ratio of times per token scales its costs
-(``calibrated``), so that ranking, intervals and the written profile agree with the runs.
+After the search, the last candidates decode prompts for real, alternating every fraction of a
+second, and the same prompts in simulation. The ratio of the two times per token scales a
+candidate's costs (``calibrated``), so that ranking, intervals and written profile fit real runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,10 +71,10 @@ class ModelsHere:
         on_turn: Callable[[], None] = lambda: None,
         until: float = inf,
     ) -> list[list[Unit]]:
-        """Runs configurations on the wall clock in turns of a fraction of a second; returns counts
-        of every unit (``batch`` prompts), each ``typical`` of ``rounds`` runs. After the first
-        turn it ends at the time ``until`` (of ``monotonic``), or if interrupted. ``on_turn`` is
-        called after every unit.
+        """Decodes the same prompts with each configuration on the wall clock, alternating every
+        fraction of a second. Returns, per configuration and unit (``batch`` prompts), the
+        ``typical`` one of ``rounds`` runs. After the first unit it stops at the time ``until`` (of
+        ``monotonic``) or on an interruption. ``on_turn`` is called after each run of a unit.
         """
         pair, prompts = self.loaded
         groups = [prompts[at * batch : (at + 1) * batch] for at in range(count)]
@@ -109,7 +109,7 @@ class ModelsHere:
 
 
 def typical(units: Sequence[Unit]) -> Unit:
-    """Returns the run of median time; for an even number, with mean times of the middle two."""
+    """Returns the run of median time; of an even number, with mean times of the middle two."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
     return replace(low, **{name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES})
@@ -123,8 +123,8 @@ def measured_here(
     stages: int,
     devices: int,
 ) -> dict[str, Any]:
-    """Returns fields of ``Profiled``: costs by number of requests, and memory where it is known.
-    ``acceptance`` must be the record of the models' prompts.
+    """Measures this machine; returns keyword arguments of ``Profiled``: costs by batch size, and
+    sizes of memory where known. ``acceptance`` is the record of the models' prompts.
     """
     pair, progress = models.loaded[0], models.progress
     by_batch = {}
@@ -161,8 +161,8 @@ def measured_here(
 def calibrated(
     candidates: Sequence[Candidate], *, search: Search, models: ModelsHere, path: Path
 ) -> list[Candidate]:
-    """Scales the candidates' costs to measured runs; drops those that do not run here, with a
-    reason in ``search``. Ratios in the file ``path`` are not measured again.
+    """Returns the candidates with costs scaled to measured runs, without those that cannot run here
+    (``search.left_out`` says why). Ratios that the file ``path`` has are not measured again.
     """
     known: dict[str, dict[str, Any]] = parse_json(path.read_bytes()) if path.is_file() else {}
     runnable = []

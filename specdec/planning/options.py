@@ -20,7 +20,7 @@ from specdec.parts.fields import (
 )
 
 MEASURED = "measured"
-"""The value of ``profile`` that measures the models of this run on this machine."""
+"""Value of ``profile`` by which a plan measures its models on this machine."""
 
 _Counts = Annotated[
     tuple[Count, ...],

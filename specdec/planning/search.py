@@ -1,7 +1,7 @@
-"""The search: layouts and sizes by short simulations, then successive halving on prompts.
+"""The search of a plan: short simulations choose layouts and sizes, then successive halving.
 
-Candidates are compared on the same prompts. The uncertainty of a ratio is estimated by drawing
-prompts anew (``Times.resampled``), as many as there is information (``effective``).
+Later rounds compare fewer candidates on more prompts, the same for all. Intervals of ratios come
+from resampling the prompts (``Times.resampled``), fewer if acceptance is uncertain (``effective``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,11 +56,11 @@ class Search:
     # tokens per second, which would leave no time to try sizes.
     spent: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     measured_s: float = 0.0  # time spent before the search
-    until: float = inf  # when trials end, of ``monotonic``
+    until: float = inf  # value of ``monotonic`` at which trials end
     _tried: dict[str, _Tried] = field(default_factory=dict)
 
     def run(self, presets: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the candidates of the last round, and plain decoding."""
+        """Searches among presets; returns the candidates of the last round and plain decoding."""
         self.progress.phase("layouts", len(presets))
         tried = self._tried
         for preset in presets:
@@ -150,7 +150,7 @@ class Search:
         return preset.on(self.machine, layout, batch=batch, context=context)
 
     def _drafts_beside(self, preset: Candidate) -> bool:
-        """Simulates briefly, on any layout, whether drafting overlaps with target work."""
+        """Returns whether drafting overlaps with target work in a short simulation."""
         for layout in self._layouts(preset, self.machine.devices, False):
             with suppress(DoesNotFit, UserError):
                 # Models decode slowly, so this computes the results that the first round reuses.
@@ -166,7 +166,7 @@ class Search:
         tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
 
     def _tune(self, tried: _Tried) -> None:
-        """Adds sizes in the best layout, one key after the other, each from the best so far."""
+        """Tries other sizes, key by key, on the fastest candidate so far, and extends ``tried``."""
         for key, values in SIZES.items():
             best = _fastest(tried)[0]
             current = best.config["policy"].get(key)
@@ -181,7 +181,7 @@ class Search:
                     self._try(best.with_size(key, value), tried)
 
     def _round(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
-        """Keeps at most ``kept``: each preset's best, and those not surely worse than the best."""
+        """Returns at most ``kept``: each preset's best, and others that may match the fastest."""
         self.progress.phase(f"{len(left)} candidates on {count} prompts", len(left))
         stay: list[Candidate] = []
         for candidate in left:

@@ -44,10 +44,10 @@ class _Round:
 
 @dataclass(slots=True)
 class _Record:
-    """A request's own history.
+    """What the rounds of one request have gained and cost.
 
     Attributes:
-        gains, costs: tokens and seconds per round, per arm.
+        gains, costs: per arm, tokens and seconds per round.
         since: per arm, number of the request's rounds since the arm was last used.
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
@@ -61,18 +61,18 @@ class _Record:
 
 
 class Adaptive(TreePolicy):
-    """Chooses per request and round the arm with the best gain per cost; arm 0 decodes plainly.
+    """Chooses per request and round the arm with the best gain per cost; arm 0 is plain decoding.
 
-    An arm's *gain* is the mean number of tokens that a round of it commits: that of the request's
-    own rounds, averaged with that of all requests, which has the weight of four rounds. Its *cost*
-    is the mean time of a round, from start to start, on the run's clock, in the same weights: an
-    arm that finds nothing to draft gains nothing, and costs no more than a plain round.
+    An arm's *gain* is the mean number of tokens that a round with it commits. The mean of the
+    request's own rounds is combined with that of all requests, which has the weight of four rounds.
+    Its *cost* is the mean time from the start of a round to that of the next, on the run's clock,
+    combined in the same way.
 
-    Other arms are tried again, the longest unused first, in trials of two rounds (the first
-    includes what a source has to catch up), as long as the net time lost is at most ``explore`` of
-    all time. Plain decoding is tried rarely: only its cost may change. A choice uses only rounds
-    that have ended, never future random draws, so with verifiers that are lossless token for token
-    the output does not depend on it.
+    Arms that are not the best are tried again, the longest unused first, in trials of two rounds
+    (in the first a source also has to catch up), as long as the net time lost is at most
+    ``explore`` of all time. Plain decoding is tried rarely: only its cost may change. A choice uses
+    only rounds that have ended, never future random numbers, so with verifiers that are lossless
+    token for token the output does not depend on the choice.
 
     Args:
         arms: the arms besides plain decoding, at least one.

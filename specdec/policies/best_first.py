@@ -23,31 +23,30 @@ from specdec.types import IntArray, Nodes
 _FROM_TWO = expects("it must be a whole number of at least 2; the root alone is policy=root_only")
 
 UNTIL_READY = "until_ready"
-"""Value of ``d``: expand as often as the target's pass allows."""
+"""Value of ``d`` in ``BestFirst``: expand leaves until the target's pass has ended."""
 
 COMPLETE = "complete"
-"""Value of ``d``: expand until the submitted nodes can no longer change."""
+"""Value of ``d`` in ``BestFirst``: expand until the nodes to submit can no longer change."""
 
 
 class BestFirst(TreePolicy):
     """Expands the most probable leaves and verifies the most probable connected subgraph.
 
-    SwiftSpec, section 3.1, Alg. 1. Leaves are those of ``best_leaves``; only expanded or submitted
-    candidates become nodes. With the default number of children no omitted child can be among the
-    ``bs`` best nodes or the ``w`` best leaves.
+    SwiftSpec, section 3.1, Alg. 1. A leaf is an unexpanded node or a candidate (``best_leaves``);
+    only expanded or submitted candidates become nodes. With the default number of children no
+    omitted child can be among the ``bs`` best nodes or the ``w`` best leaves.
 
     *Serial form* (SwiftSpec-base, the paper's ablation): ``select`` expands the ``w`` best leaves
     ``d`` times, continues while fewer than ``bs`` nodes are available, and submits the ``bs`` best.
 
     *Asynchronous form* (SwiftSpec, Alg. 1): the ``d`` expansions run in ``overlap``, while the
-    target verifies; ``select`` only adds what is missing to ``bs`` nodes (lines 13-15) and, with
-    ``min_mass``, the expansions that pay: after a miss, the tree below the new root is empty.
+    target verifies; ``select`` expands only while fewer than ``bs`` nodes are available, as after a
+    miss (lines 13-15), and, with ``min_mass``, as long as that pays.
 
     *Complete trees* (``d="complete"``, serial): leaves are expanded only if they are among the
-    ``bs`` best nodes and candidates, until there are none: the best subgraph of ``bs`` nodes of the
-    source's infinite tree. For a source that proposes for all positions at once (Medusa heads,
-    block drafters) this is DDTree's heap over products of marginals (arXiv 2604.12989), in whole
-    levels.
+    ``bs`` best nodes and candidates, until there are none. The result is the best ``bs`` nodes of
+    the source's infinite tree. For a source that proposes for all positions at once (Medusa heads,
+    block drafters) this is DDTree's tree of products of marginals (arXiv 2604.12989).
 
     Args:
         bs: nodes per target pass, including the root, at least 2 (the paper: 8).
@@ -57,15 +56,16 @@ class BestFirst(TreePolicy):
             "ratio" and "ratio_plus_one" by a number derived from the latency profile.
         children: candidates per expanded leaf; the paper does not state it. Default: max(bs, w).
         asynchronous: expand in ``overlap`` instead of in ``select``.
-        min_mass: minimum total probability of the ``w`` best leaves, an upper bound on the tokens
-            that their expansion gains; useful: (draft pass / target pass) x tokens per pass. Serial
-            form: a request's expansions end early below it. Asynchronous form: ``select`` expands
-            as long as it is reached. 0: never.
+        min_mass: minimum total probability of the ``w`` best leaves (an upper bound on the tokens
+            gained) for an expansion to pay; useful: (time of a draft pass / of a target pass) x
+            tokens per pass. Serial form: a request's expansions end early below it. Asynchronous
+            form: ``select`` expands as long as it is reached. 0: not used.
         min_prob: nodes whose draft probability of being on the target's path is lower are neither
-            expanded nor submitted; useful up to (cost of a row / target pass) x tokens per pass.
+            expanded nor submitted; useful up to (time that a row adds / time of a target pass) x
+            tokens per pass.
 
     Attributes:
-        expansions: growth rounds so far, "between" target passes and "beside" them.
+        expansions: source calls so far, "between" target passes and "beside" them.
     """
 
     value_dependent = True
@@ -148,11 +148,11 @@ class BestFirst(TreePolicy):
         paying: bool = False,
         when: Literal["between", "beside"] = "between",
     ) -> list[RequestState]:
-        """Expands the ``w`` most probable leaves of each request, or only those that ``_pays``, in
-        one call of the source.
+        """Expands the ``w`` most probable leaves of each request in one call of the source; if
+        ``paying``, only of requests for which ``_pays`` is true.
 
-        ``unanswered`` collects the slots, by request id, without candidates in this call of the
-        policy. Returns the requests that had leaves to expand.
+        ``unanswered``, request id -> slots, excludes leaves, and receives those for which the
+        source had no candidates. Returns the requests that had leaves to expand.
         """
         leaves = []
         for request in requests:
@@ -173,7 +173,7 @@ class BestFirst(TreePolicy):
         return [request for request, _ in leaves]
 
     def _pays(self, request: RequestState, leaves: IntArray) -> bool:
-        """Returns whether the expansion of these leaves, slots, is worth a pass of the source."""
+        """Returns whether expanding these leaves (slots) is worth a pass of the source."""
         return not self.min_mass or mass(request.tree, leaves) >= self.min_mass
 
     def _least_score(self, request: RequestState) -> float:
@@ -189,7 +189,7 @@ class BestFirst(TreePolicy):
 
 
 def mass(tree: TokenTree, slots: IntArray) -> float:
-    """Returns the sum of the probabilities of nodes."""
+    """Returns the sum of the nodes' draft probabilities, each given the root."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 

@@ -25,15 +25,15 @@ _SMALL = (1, 4)  # draft passes and nodes
 
 @dataclass(slots=True)
 class _Round:
-    """What a round of a request has used."""
+    """The start, size and draft probabilities of one round of a request."""
 
-    answers: int  # of the request before it
+    answers: int  # answers of the request before the round
     began_s: float
     submitted_s: float
-    num_tokens: int  # of the output before it
-    rows: int  # of all requests in its pass
-    node_mass: float
-    leaf_mass: list[float]  # of the leaves of each expansion
+    num_tokens: int  # output tokens before the round
+    rows: int  # rows of all requests in the target pass
+    node_mass: float  # total probability of the submitted nodes below the root
+    leaf_mass: list[float]  # total probability of the leaves of each expansion
 
 
 @dataclass(slots=True)
@@ -48,22 +48,22 @@ class _Record:
 
 
 class CostSized(BestFirst):
-    """Submits the most probable subgraph, possibly the root alone, sized in each round by its cost.
+    """Submits the most probable subgraph, sized in each round by its cost; possibly the root alone.
 
-    The rate of tokens per second is greatest if a tree has exactly what gains more tokens than the
-    rate times what it costs (Dinkelbach's rule for ratios). A node of probability p gains p, and
-    costs the slope of the target's pass over its rows. The k-th expansion gains a token where k or
-    more drafted tokens are accepted, so in proportion to the total probability of its leaves; it
-    costs a pass of the source and the rows that expansions have added. The draft's probabilities
-    are not the target's, so both gains are multiplied by the ratio of accepted to expected tokens
-    so far: that of the request, with the ratio of all requests as a prior of weight 4 (expected
-    tokens), which itself has a prior of 1 with weight 1.
+    The rate of tokens per second is greatest if a tree has exactly the nodes and expansions whose
+    gain in tokens exceeds the rate times their cost in seconds (Dinkelbach's rule for ratios). A
+    node of probability p gains p tokens, and costs the time that a further row adds to a target
+    pass. The k-th expansion gains a token if at least k drafted tokens are accepted, which is taken
+    as proportional to the total probability of its leaves; it costs a pass of the source and the
+    rows that it adds. The draft's probabilities are not the target's, so both gains are multiplied
+    by the ratio of accepted to expected tokens so far: the ratio of the request, with that of all
+    requests as a prior of weight 4 (expected tokens), whose own prior is 1 with weight 1.
 
-    Times are those of the run's clock, of rounds that have ended. Drafting is timed only in rounds
-    that follow a round with drafting, since otherwise the source first has to catch up. The first
-    four rounds have fixed sizes, from which the cost of a row is estimated (in a measured run they
-    are in the warm-up). After 32 rounds without drafting, a request drafts in the next two. The
-    rule is meant for one request at a time: requests in one pass share its time.
+    Times are those of ended rounds, on the run's clock. Drafting is timed only in rounds that
+    follow a round with drafting, since otherwise the source first has to catch up. The first four
+    rounds have fixed sizes, from which the cost of a row is estimated (in a measured run they are
+    in the warm-up). After 32 rounds without drafting, a request drafts in the next two. The rule is
+    meant for one request at a time: requests in one pass share its time.
 
     Args:
         bs, w, d, children: as in ``BestFirst``; they limit the size of the tree.
@@ -131,7 +131,7 @@ class CostSized(BestFirst):
         return [text]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
-        """Returns the largest depth and number of nodes; given ones are reached whatever pays."""
+        """Returns the largest depth and number of nodes, which a trial reaches at any cost."""
         depth, size = len(self._leaves), self.bs
         self._given = True
         records = [self._records[request.id] for request in requests]

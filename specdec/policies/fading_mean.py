@@ -9,10 +9,10 @@ _OUTLIER = 3.0
 
 @dataclass(slots=True)
 class FadingMean:
-    """A weighted mean, or a ratio of two sums, in which older rounds count exponentially less.
+    """A mean ``total`` / ``weight``, or ratio of sums, in which older rounds count ever less.
 
     Attributes:
-        fade: factor by which each round lowers the weight of all before it.
+        fade: factor by which each round multiplies the weight of all rounds before it.
     """
 
     fade: float
@@ -36,8 +36,8 @@ class FadingMean:
 
 @dataclass(slots=True)
 class FadingLine:
-    """A least-squares line of times over numbers of rows. Older points have exponentially less
-    weight, and a time counts as at most three times the line's prediction.
+    """Fits a line of times y over numbers of rows x by least squares. Older points have
+    exponentially less weight, and a time counts as at most three times the line's prediction.
     """
 
     fade: float
@@ -50,7 +50,7 @@ class FadingLine:
 
     @property
     def slope(self) -> float:
-        """At least 0; 0 if all ``x`` were alike."""
+        """Slope of the line, at least 0; 0 if all ``x`` were alike."""
         n, x, y, xx, xy = self.sums
         spread = n * xx - x * x
         return max(0.0, float((n * xy - x * y) / spread)) if spread > 1e-6 * n * n else 0.0

@@ -1,4 +1,4 @@
-"""Policies whose draft models never wait: after every pass the next one starts.
+"""Base of policies whose draft models never wait: after every pass the next one starts.
 
 If the source is not asynchronous, a pass runs when it is started, and the target waits for its end;
 ``sources.Background`` makes any source asynchronous.
@@ -25,7 +25,7 @@ _NO_TOKEN = -1  # prediction after a node beyond a model's positions, which any 
 
 
 class FreeDraft(TreePolicy):
-    """Base of policies that start draft passes until the target is ready.
+    """Base of policies that start one draft pass after another until the target is ready.
 
     A request has one chain of tokens below its root, to which all models of the source contribute
     (``Chain``): a draft model, and middle models if there are ``num_levels`` > 1. Rejection
@@ -33,11 +33,11 @@ class FreeDraft(TreePolicy):
 
     Args:
         ahead: maximum number of tokens below the root, of all models.
-        least: number of new tokens that a model waits for before it verifies them; 0: the target
-            never waits, and the others wait for one.
+        least: number of new tokens that the target or a middle model waits for before it verifies
+            them; 0: the target never waits, middle models wait for one.
 
     Attributes:
-        feeds_busy_target: a step also ends when a busy target can be given more nodes.
+        feeds_busy_target: whether a step also ends when nodes can be submitted to a busy target.
     """
 
     value_dependent = False
@@ -116,10 +116,10 @@ class Chain:
 
     Attributes:
         request: its tree contains the chain and, until the next commit, replaced nodes.
-        num_levels: number of models besides the target.
+        num_levels: number of draft and middle models, whose index is their level.
         reached: id of the last node that each model has written or confirmed; for the draft, the
             end of the chain.
-        predicted: by level: node id -> the model's token after it.
+        predicted: per model: node id -> the model's own next token after the node.
         childless: id of a node below which the draft has no candidates.
     """
 
@@ -140,14 +140,14 @@ class Chain:
         return self.request.tree
 
     def for_target(self) -> IntArray:
-        """Returns int64[W]: slots of nodes for the target; none if it waits for more of them."""
+        """Returns int64[W]: slots of the nodes to submit; none if the target waits for more."""
         path = self._to(self.num_levels - 1)
         new = path[self._tree.submitted_at[path] < 0]
         num = np.count_nonzero(new)  # without the root, which is slot 0
         return new[:0] if num < self.least and self._grows(len(path)) else new
 
     def work(self, level: int) -> IntArray:
-        """Returns int64[W]: ids of the nodes of a model's next pass; none if it has to wait."""
+        """Returns int64[W]: ids of the nodes to expand in a model's next pass; none if it waits."""
         tree = self._tree
         path = self._to(0 if level == 0 else level - 1)
         inside = path[tree.positions[path] < last_position(self.request)]
@@ -163,7 +163,7 @@ class Chain:
         return ids[[node_id not in self.predicted[level] for node_id in ids.tolist()]]
 
     def _grows(self, length: int) -> bool:
-        """Whether a path of ``length`` nodes to some model can become longer before a commit."""
+        """Whether the chain can become longer than its first ``length`` nodes before a commit."""
         return length <= self.ahead and (len(self._to(0)) > length or len(self.work(0)) > 0)
 
     def drafted(self, node_id: int) -> None:
@@ -178,14 +178,14 @@ class Chain:
         self._advance()
 
     def judged(self, level: int, ids: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores a model's tokens after nodes, from ``rows``; those of pruned nodes are dropped."""
+        """Stores a model's token after each node of ``ids``, from ``rows``; skips pruned ones."""
         tokens = np.where(candidates.counts[rows] > 0, candidates.tokens[rows, 0], _NO_TOKEN)
         live = self._tree.slots(ids) != NO_NODE
         self.predicted[level].update(zip(ids[live].tolist(), tokens[live].tolist(), strict=True))
         self._advance()
 
     def reroot(self) -> None:
-        """Keeps the state of the nodes below the new root; called after a commit."""
+        """Moves the chain to the tree's new root after a commit, and forgets pruned nodes."""
         live = set(self._tree.ids.tolist())
         self.predicted = [
             {i: t for i, t in tokens.items() if i in live} for tokens in self.predicted
@@ -205,7 +205,7 @@ class Chain:
                 pass
 
     def _step(self, level: int) -> bool:
-        """Moves a model by one token, confirmed or predicted; returns False if it cannot move."""
+        """Moves a model to the next node, confirmed or replaced; returns False if it cannot."""
         tree = self._tree
         token = self.predicted[level].get(self.reached[level])
         if token is None:
@@ -229,7 +229,7 @@ class Chain:
         return True
 
     def _written(self, parent: int, token: int) -> int:
-        """Returns the slot of the child with a model's token, which may be a replaced node."""
+        """Returns the slot of the child of ``parent`` with this token, created if missing."""
         tree = self._tree
         child = tree.child(parent, token)
         if child != NO_NODE:
@@ -237,7 +237,7 @@ class Chain:
         return int(tree.append(np.array([parent]), np.array([token]), np.zeros(1))[0])
 
     def _end(self, slot: int) -> int:
-        """Returns the slot of the end of the newest chain below a node."""
+        """Returns the slot of the end of the newest chain below a node, by its latest children."""
         tree = self._tree
         while len(children := tree.children(slot)):
             slot = int(children[-1])

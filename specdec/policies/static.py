@@ -28,21 +28,21 @@ from specdec.types import Commit, IntArray, Nodes, Output
 @validated
 @dataclass(eq=False, kw_only=True)
 class Static(TreePolicy):
-    """Level ``l`` has the first ``branching[l]`` candidates of every node of the level above.
+    """Builds trees of a fixed shape: each node at depth ``d`` has ``branching[d]`` children.
 
-    This is SpecInfer's expansion configuration (section 3); the default is its <1,1,3,1,1,1,1,1>.
-    The topology does not depend on the candidates' values, so sampled candidates stay unbiased
-    under rejection. ``draft_overlap`` sets when the tree after the one under verification is
-    drafted:
+    They are its first candidates. This is SpecInfer's expansion configuration (section 3); the
+    default is its <1,1,3,1,1,1,1,1>. The topology does not depend on the candidates' values, so
+    sampled candidates stay unbiased under rejection. ``draft_overlap`` sets when the tree after the
+    one under verification is drafted:
 
     *none*: after the answer, while the target waits.
 
     *rule*: ahead of the answer. While a tree is verified, one draft pass per target step grows the
-    next tree below each of the ``guesses`` most probable next roots, candidates that the submitted
-    tree does not contain. If the answer ends in one of them, only the rest of its tree is drafted
-    serially. Rejection verifiers cannot be used, since roots are selected by value.
+    next tree below each of the ``guesses`` most probable next roots, which are candidates outside
+    the submitted tree. If the answer leads to one of them, only the rest of its tree is drafted
+    after the answer. Rejection verifiers cannot be used, since roots are selected by value.
 
-    *full*: an upper limit that no implementation reaches: the answer is always guessed.
+    *full*: an upper limit that no implementation reaches: the next root is known in advance.
 
     Args:
         branching: children per node, level by level from the root down; not empty.
@@ -81,8 +81,8 @@ class Static(TreePolicy):
         return request.id in self._complete
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """Grows trees of waiting requests until the target is ready, if requests take turns; "rule"
-        makes one pass ahead.
+        """If requests take turns, drafts the trees of waiting ones until the target is ready. With
+        ``draft_overlap`` "rule", also makes one pass for the guessed next trees.
         """
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":
@@ -175,7 +175,7 @@ class Static(TreePolicy):
 
 
 def _next_level(tree: TokenTree, level: IntArray, children: int) -> IntArray:
-    """Takes the first candidates of ``level``; returns the slots of all its children, int64[W]."""
+    """Makes nodes of each node's first candidates; returns the next level's slots, int64[W]."""
     existing = NO_SLOTS
     if len(level) and int(level[-1]) + 1 < len(tree):  # part of a tree survived a commit
         existing = np.flatnonzero(np.isin(tree.parents, level))

@@ -1,4 +1,4 @@
-"""Operations that the tree policies share, and the policy that grows a level at a time.
+"""Operations that tree policies share, and the policy that grows trees level by level.
 
 A *growth round* is one call of ``TokenSource.expand`` for the selected nodes of all requests
 together, so that all requests share one draft forward.
@@ -22,7 +22,7 @@ from specdec.types import FloatArray, IntArray, Nodes
 _LOWEST = float(np.finfo(np.float64).min)  # a lower bound of every score but -inf
 
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
-"""int64[0], shared; never written to."""
+"""An empty array of slots, int64[0], which all callers share and must not write to."""
 
 
 def live_requests(state: DecodeState) -> list[RequestState]:
@@ -64,8 +64,8 @@ def expand(
     selected: Iterable[tuple[RequestState, IntArray]],
     k: int,
 ) -> None:
-    """Makes one growth round for the unexpanded nodes of pairs (request, int64[W_r] slots), each
-    request once.
+    """Requests up to ``k`` candidates for each unexpanded node of ``selected``, pairs (request,
+    int64[W_r] slots) with each request once, in one source call; stores them in the trees.
     """
     fresh = [(r, slots[~r.tree.expanded.take(slots)]) for r, slots in selected]
     nodes = as_nodes(fresh)
@@ -88,7 +88,7 @@ def expand_beams(
     k: int,
 ) -> None:
     """Expands the ``width`` best nodes of each level in ``spans``, triples (request, first level,
-    level after the last), with one growth round per level for all requests.
+    level after the last), with one source call per level for all requests.
     """
     for step in range(max((stop - first for _, first, stop in spans), default=0)):
         growing = [(r, first + step) for r, first, stop in spans if first + step < stop]
@@ -96,15 +96,15 @@ def expand_beams(
 
 
 def growable_level(request: RequestState) -> IntArray:
-    """Returns int64[W], the slots of the deepest nodes; none if no child could be emitted."""
+    """Returns int64[W]: slots of the deepest nodes; none if no child of theirs can be emitted."""
     positions = request.tree.positions
     deepest = positions.max()
     return np.flatnonzero(positions == deepest) if deepest < last_position(request) else NO_SLOTS
 
 
 def append_best(tree: TokenTree, parents: IntArray, width: int, children: int) -> IntArray:
-    """Turns the ``width`` most probable of the first ``children`` candidates of each of the slots
-    ``parents``, int64[W], into nodes (PipeDec 3.3.3), ties in slot order.
+    """Turns candidates into nodes: the ``width`` most probable of all that are among the first
+    ``children`` of a node in ``parents``, slots int64[W] (PipeDec 3.3.3), ties in slot order.
 
     Returns the new slots, int64[<= width], in the order of their parents (breadth-first, SpecPipe
     3.2.1).
@@ -135,8 +135,8 @@ def most_probable(
 ) -> IntArray:
     """Selects the ``num`` highest-scoring nodes and candidates; selected candidates become nodes.
 
-    With ``tree.scores`` for both scores it is the best connected subgraph (SwiftSpec Alg. 1), since
-    a child's score is at most its parent's. Ties go to nodes before candidates, then in slot order.
+    With ``tree.scores`` for both they form the best connected subgraph (SwiftSpec Alg. 1), since a
+    child's score is at most its parent's. Ties go to nodes before candidates, then in slot order.
 
     ``node_scores`` float64[N]; ``parent_scores`` float64[N], added to the log-probabilities of each
     node's candidates (-inf excludes); selected nodes score at least ``min_score`` (the root's score
@@ -158,7 +158,7 @@ def most_probable(
 
 def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> IntArray:
     """Returns the slots of the most probable unsubmitted nodes and candidates, int64[<= num],
-    parents first; the candidates become nodes. With the submitted nodes they are connected.
+    parents first; the candidates become nodes. Together with submitted nodes they are connected.
     """
     node_scores = np.where(tree.submitted_at < 0, tree.scores, -np.inf)
     return most_probable(tree, node_scores, tree.scores, num, min_score)
@@ -188,7 +188,7 @@ def best_leaves(
 
 def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
     """Returns the slots of the most probable nodes and candidates ``level`` steps below the root,
-    int64[<= num]; none if no child could be emitted.
+    int64[<= num]; none if no child of theirs could be emitted.
     """
     tree = request.tree
     if tree.positions[0] + level >= last_position(request):
@@ -199,7 +199,7 @@ def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
 
 
 def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int = 1) -> float | None:
-    """Returns t_target / t_draft for a draft pass of ``rows`` rows; None if a time is unknown."""
+    """Returns time of a target pass / time of a draft pass of ``rows`` rows; None if unknown."""
     if profile is None:
         return None
     target_ms, draft_ms = profile.ms(Work.STAGE, 1), profile.ms(Work.DRAFT, rows)
@@ -223,8 +223,8 @@ class FixedWidth(TreePolicy):
     whole.
 
     With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
-    have arrived. Width 1 with 1 child is PPSD's own chain, which also grows in the turns of other
-    requests: whether a node has a child when rejection tests it must not depend on the batch.
+    have arrived. Width 1 with 1 child is PPSD's own chain. It also grows in other requests' turns,
+    because whether a node has a child when rejection tests it must not depend on the batch.
 
     Args:
         width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).

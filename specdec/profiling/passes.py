@@ -30,7 +30,7 @@ _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Milliseconds of repeats on ``tokens`` rows; the head's are differences, maybe negative."""
+    """Milliseconds of each repeat on ``tokens`` rows; of the head, differences that may be < 0."""
 
     tokens: int
     ms: tuple[float, ...]
@@ -70,7 +70,7 @@ def measure_model(
     draft: bool = True,
     on_repeat: Callable[[str], None] = lambda _: None,
 ) -> dict[Work, list[Sample]]:
-    """Measures passes of the target, and if asked to of the draft and transfers of hidden states.
+    """Measures passes of the target, optionally of the draft, and transfers of hidden states.
 
     The longest of ``stages`` slices of the target is measured. The time of the head is that of the
     last slice with the logits of all rows minus that of a pass without logits directly before.
@@ -109,8 +109,8 @@ def measure_model(
 
 
 class _TimedRunner:
-    """A slice of a model with one filled cache per request; methods return seconds of ``num`` rows
-    over all requests.
+    """A slice of a model with one filled cache per request; methods return the seconds of a pass of
+    ``num`` rows over all requests.
     """
 
     def __init__(self, runner: ModelRunner, context: int, max_tokens: int, requests: int) -> None:
@@ -126,7 +126,7 @@ class _TimedRunner:
         return self._seconds(lambda: self._pass(num, NO_ROWS))
 
     def head(self, num: int) -> float:
-        """Times the logits of all rows, a difference of two passes: noise may make it negative."""
+        """Times the logits of all rows, as a difference of two passes that may be negative."""
         bare = self.layers(num)
         return self._seconds(lambda: self._pass(num, None)) - bare
 

@@ -1,4 +1,4 @@
-"""Pages of results: of one folder, of a sweep's jobs in one table, and rankings of many folders."""
+"""Writes result pages: a folder's report, a table of a sweep's jobs, a ranking of many runs."""
 
 import os
 from base64 import b64encode
@@ -49,7 +49,7 @@ _RANKED = ("lossless", "tokens/s", "vs ar", "TTFT ms", "accept len", "runtime")
 class ResultsReport:
     folder: Path
     results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
-    rows: tuple[Mapping[str, Any], ...]  # of ``tables.shown_rows``, one per complete result
+    rows: tuple[Mapping[str, Any], ...]  # from ``tables.shown_rows``, one per complete result
     conditions: Mapping[str, Any]  # see ``_shared``
 
     @property
@@ -188,7 +188,7 @@ def write_sweep(folder: Path) -> None:
 
 
 def _swept_png(report: ResultsReport) -> bytes | None:
-    """Plots figures over the first swept number, a curve per combination of the other values."""
+    """Plots metrics over the first numeric swept key, a curve per combination of the others."""
     keys = pd.DataFrame([swept_values(result.folder.name) for result in report.complete])
     numbers = keys.drop(columns="seed", errors="ignore").apply(pd.to_numeric, errors="coerce")
     swept = [key for key in numbers if numbers[key].notna().all() and numbers[key].nunique() > 1]

@@ -1,4 +1,4 @@
-"""Plots of runs, comparisons and sweeps as PNG, in all of which a row has the same style."""
+"""Plots runs, comparisons and sweeps as PNG; a strategy has the same style in every plot."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def run_png(result: Result) -> bytes:
 
 
 def progress_pngs(results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, bytes]:
-    """Plots the panels of ``run_png`` in pairs, for several results."""
+    """Plots throughput and acceptance of several results; returns the pictures by name."""
 
     def drawn(draw: Callable[..., None], title: str) -> bytes:
         figure = figure_of(11.0, 4.0)
@@ -153,7 +153,7 @@ def _throughput(time: Axes, rate: Axes, results: Sequence[Result]) -> None:
 
 
 def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
-    """Mean seconds from admission to the n-th token, for each n that half the prompts reach."""
+    """Returns mean seconds from admission to token n, for each n that half the prompts reach."""
     times = (np.asarray(r.emitted_s) - r.admitted_s for r in requests if r.emitted_s)
     table = pd.DataFrame({i: pd.Series(own) for i, own in enumerate(times)})  # [token, prompt]
     length = int((2 * table.count(axis=1) >= table.shape[1]).sum())
@@ -211,7 +211,7 @@ def png(
     conditions: Mapping[str, Any] | None = None,
     legend: Iterable[Axes] = (),
 ) -> bytes:
-    """Draws a title with a line of conditions, and one legend for the axes in ``legend``."""
+    """Adds a title, a line of conditions and a legend of some axes; returns the figure as PNG."""
     width = int(13 * figure.get_figwidth())  # characters
     lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]
     if text := "\n".join(filter(None, lines)):

@@ -27,8 +27,8 @@ def provenance(
 ) -> dict[str, Any]:
     """Returns the information needed to judge or repeat a run, and the entries of ``extra``.
 
-    Of ``config`` only the hash is recorded, and not the host name; paths become relative to working
-    directory or home, and values of keys that look like secrets are redacted.
+    Only a hash of ``config`` is recorded, and no host name. Paths become relative to the working
+    directory or home; values that look like secrets, or whose keys do, are redacted.
     """
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -50,7 +50,7 @@ def _sha256(text: str) -> str:
 
 
 def cpu_info() -> str:
-    """Returns what the system says of its processors; "" if it does not."""
+    """Returns the text of /proc/cpuinfo; "" if it cannot be read."""
     with suppress(OSError):
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     return ""
@@ -87,7 +87,7 @@ def host_memory() -> int | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Describes this package's git repository, and its tracked changes by their hash."""
+    """Returns revision and state of this package's repository, None without one."""
     revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     # A package installed inside another project's repository is not tracked by that repository.
     tracked = _git("ls-files", "--error-unmatch", "provenance.py") is not None

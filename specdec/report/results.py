@@ -50,7 +50,7 @@ _RECORD, _OWN = TypeAdapter(RequestRecord), [own.name for own in fields(RequestR
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
-    """Appends lines; removes an incomplete last line that a killed process has left.
+    """Appends finished requests; removes an incomplete last line that a killed process has left.
 
     ``records`` has the requests that a resumed run need not decode again.
     """
@@ -89,13 +89,13 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads the finished requests, the last line of each; a torn last line is ignored."""
+    """Reads the finished requests; the last line of each counts, an incomplete line does not."""
     records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
 
 
 def runs_of(records: Iterable[RequestRecord]) -> list[Run]:
-    """Returns the repeats with finished prompts of one strategy, for ``metrics.comparison_row``."""
+    """Returns a ``Run`` for each repeat of one strategy that has finished prompts."""
     repeats: dict[int, list[RequestRecord]] = {}
     for record in records:
         if record.totals is not None:
@@ -178,7 +178,7 @@ def read(folder: str | Path) -> list[Result]:
 
 
 def _in_number_order(path: Path) -> list[tuple[int, str]]:
-    """Orders gamma=2 before gamma=16."""
+    """Returns a sort key that compares numbers by value, so gamma=2 precedes gamma=16."""
     parts = re.split(r"(\d+)", str(path))
     return [(int(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
 
@@ -196,7 +196,7 @@ def row_name(values: Mapping[str, str]) -> str:
 
 
 def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """Finds the ``ar`` result of the same comparison, or with the same values of ``_SHARED``."""
+    """Finds the ``ar`` result of the same comparison, or with equal ``_SHARED`` configuration."""
     compared = "speedup_wall" in (result.summary or {})
     for other in results:
         shared = (other.config.get(k) == result.config.get(k) for k in _SHARED)

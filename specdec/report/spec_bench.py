@@ -31,7 +31,7 @@ def answers_of(
 ) -> list[Answer]:
     """Builds a strategy's answers, one per question: a choice per repeat, with a request per turn.
 
-    ``wall_time`` is from admission to the last token. Prompts without ``question_id`` have none.
+    ``wall_time`` is from admission to the last token. Prompts without ``question_id`` are omitted.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for questions, results in zip(turns, repeats, strict=True):

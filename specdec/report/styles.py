@@ -62,9 +62,9 @@ PRESETS: Mapping[str, Style] = {
 
 
 def row_styles(rows: Mapping[str, str] | Iterable[str]) -> dict[str, Style]:
-    """Assigns distinct styles to a figure's rows (names, or name -> strategy); a strategy's first
-    row has its own, names that are no presets get a free colour, searched from one that depends on
-    the name alone.
+    """Assigns distinct styles to a figure's rows (names, or name -> strategy). The first row of a
+    preset gets the preset's style. Any other gets a free colour, the first one from a starting
+    colour that depends on the row's name alone.
     """
     named = dict(rows) if isinstance(rows, Mapping) else {name: name for name in rows}
     styles: dict[str, Style] = {}

@@ -1,5 +1,5 @@
-"""Comparison tables for the terminal and in Markdown, with the same columns; lines below them that
-note what to know about the rows, and advise what to run next.
+"""Comparison tables for the terminal and in Markdown, with the same columns, and the lines below
+them: notes on the rows, and advice on what to run next.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +120,7 @@ TITLE_KEYS = ("clock", "clock_profile", "data", "num_prompts", *_TITLED)
 
 
 def title_of(conditions: Mapping[str, Any]) -> str:
-    """Says in one line of what results are: clock, data, models, their types, sampling, limits."""
+    """Returns one line of a run's conditions: clock, data, models, dtypes, sampling, limits."""
     parts = [f"{conditions.get('clock', 'measured')} time"]
     if conditions.get("clock_profile") is not None:
         scale = conditions.get("clock_scale", 1.0)
@@ -137,10 +137,10 @@ def title_of(conditions: Mapping[str, Any]) -> str:
 
 
 def shown_rows(rows: Sequence[Row], conditions: Mapping[str, Any]) -> list[Row]:
-    """Adds ``fastest`` and ``quantized`` (the target's weights), which cells and notes read.
+    """Returns the rows with the keys ``fastest`` and ``quantized`` (the target's weights) added.
 
-    A quantised target's logits depend on the number of rows in a pass, so a near tie may fall the
-    other way.
+    A quantised target's logits depend on the number of rows in a pass, so rounding may decide
+    between nearly equal logits otherwise than in ``ar``.
     """
     best = best_row(rows)
     quantized = conditions.get("quantization") in ("int8", "int4")
@@ -266,7 +266,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 def advice_of(
     rows: Sequence[Row], configs: Sequence[Mapping[str, Any]], folder: Path | None
 ) -> list[str]:
-    """Returns the lines; ``folder`` has the result files, None if they are deleted."""
+    """Returns lines on what to run next; ``folder`` has the results, None if they are deleted."""
     lines, names = [], [str(row["strategy"]) for row in rows]
     plain = next((row for row in rows if row["strategy"] == "ar"), None)
     if plain is None:
@@ -288,7 +288,7 @@ def advice_of(
 
 
 def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns the predicted gain of a smaller or larger tree, and the line; 0 if nothing follows.
+    """Returns the predicted gain of another size of tree, and a line of advice; (0, "") for none.
 
     A chain's best length follows from Leviathan et al. (2023), Theorem 3.8, if a pass costs a
     constant plus a term per row; other trees are halved if their passes cost more than the tokens

@@ -21,7 +21,7 @@ _COLORS: Mapping[str, str] = {
     "transmit": "#edae49",
     "wait": "#e9e9e9",
 }
-"""Drafting is compute too, but has its own colour because it runs in parallel with the stages."""
+"""Phase -> colour. Drafting, also compute, has its own as it runs in parallel with the stages."""
 
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
 _MAX_BARS = 20_000  # more bars could not be distinguished
@@ -47,10 +47,9 @@ def timeline_png(
     commits: Mapping[int, str] | None = None,
     title: str = "Timeline of all ranks",
 ) -> bytes:
-    """Plots one row per rank (SpecPipe Fig. 12): many steps (default: the first 90), and a few.
-
-    Misses of ``commits`` (step -> "hit" or "miss") are marked; the detail shows the first.
-    ValueError if no rank worked in ``steps``.
+    """Plots the work of each rank over time (SpecPipe Fig. 12): ``steps`` (default: the first 90)
+    on the left, a few of them on the right. Misses in ``commits`` (step -> "hit" or "miss") are
+    marked; the right panel shows one, if there is any. ValueError if no rank worked in ``steps``.
     """
     bars = _bars_of(trace)
     worked = bars.loc[bars["tokens"] > 0, "step"]
@@ -127,7 +126,7 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
 
 
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
-    """Returns a row per decided token: a ``Judgement``, its ``reason`` and ``bin`` of the rank."""
+    """Returns a row per decided token: a ``Judgement``, its ``reason`` and a ``bin`` of ranks."""
     rows = [
         row
         for request in trees["requests"]
@@ -143,7 +142,7 @@ def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
-    """Returns shares of the reasons, and mean probabilities of the draft's rejected favourites."""
+    """Returns the share of each reason, and mean probabilities of rejected top candidates."""
     table = judgements(trees)
     if table.empty:
         return {}

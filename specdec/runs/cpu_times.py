@@ -23,7 +23,7 @@ _COMPUTING_SHARE = 0.05  # share of the wall time from which a thread counts as 
 
 
 def disturbance(cpu: Mapping[str, Any]) -> str:
-    """Explains in a clause why a measurement's times do not count; "" if they do."""
+    """Explains in a clause how other work disturbed a measurement's times; "" if it did not."""
     wall_s = cpu["wall_s"]
     if wall_s <= 0:
         return ""
@@ -60,9 +60,9 @@ class CpuMeter:
     def stop(self) -> dict[str, Any]:
         """Returns the times since ``start``; None where the operating system does not report them.
 
-        Keys: ``wall_s``; ``cpu_s`` over all threads; ``delay_s``, in which threads were ready but
-        had no CPU; ``others_s``, the CPU time of all other processes; ``stolen_s``;
-        ``preemptions``; ``threads`` that computed; ``cpus`` that may be used; ``waits``.
+        Keys: ``wall_s``; ``cpu_s`` of all threads; ``delay_s``, in which threads were ready but had
+        no CPU; ``others_s``, CPU time of all other processes; ``stolen_s``, CPU time taken by the
+        host; ``preemptions``; numbers of computing ``threads`` and usable ``cpus``; ``waits``.
         """
         threads, counts = self._read()
         spent = [
@@ -81,7 +81,7 @@ class CpuMeter:
         return rounded | {"threads": max(1, computing), "cpus": cpus, "waits": self._waits}
 
     def _read(self) -> tuple[dict[tuple[int, str], tuple[float, float]], dict[str, Any]]:
-        """Returns (process, thread) -> seconds (computing, waiting), and counts; 20 us a thread."""
+        """Returns (process, thread) -> seconds (computing, waiting), and the other counters."""
         threads = {}
         for pid in (os.getpid(), *self._pids):
             for file in (self._proc / str(pid) / "task").glob("*/schedstat"):

@@ -54,7 +54,7 @@ class PassLog:
 
 
 class Emissions(StoppingCriteria):
-    """Adds each target pass's tokens to a request; ``sizes`` counts them, also after its end."""
+    """Adds the tokens of each target pass to a request; ``sizes`` has their number per pass."""
 
     def __init__(self, request: RequestState, origin_s: float) -> None:
         self.sizes: list[int] = []
@@ -73,8 +73,8 @@ class Emissions(StoppingCriteria):
 class HFBaseline(OneByOne):
     """One kind of transformers' own decoding on one model pair; hf_assisted needs the draft.
 
-    The models have hooks and a neutral ``generation_config`` during ``generate_one`` only; ``stop``
-    is applied token by token. ``weight_bytes`` default to those in memory.
+    The models have hooks and a neutral ``generation_config`` only during ``generate_one``. ``stop``
+    is applied token by token. ``weight_bytes`` defaults to the models' sizes in memory.
     """
 
     kind: str  # hf_generate, hf_assisted or hf_prompt_lookup

@@ -1,4 +1,4 @@
-"""``specdec run`` and ``specdec compare`` turn prompts into a folder of results."""
+"""The work of ``specdec run`` and ``specdec compare``: decodes prompts and writes result files."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -52,11 +52,11 @@ _BASELINES = {
     "rival": "specdec.runs.rival.baseline_of_runtime",
     "endpoint": "specdec.runs.rival.baseline_of_endpoint",
 }
-"""``strategy.kind`` -> function of a row that is not made of parts; only that one is imported."""
+"""``strategy.kind`` -> function that builds the runner of another program; imported when used."""
 
 
 def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Decodes with one strategy, or resumes; returns ``summary.json``, which is written last."""
+    """Decodes with one strategy, or resumes a run; returns the metrics of ``summary.json``."""
     decoding = _Decoding([cfg], output_dir, progress, None)
     decoding.decode(1)
     (runner,) = decoding.runners
@@ -107,7 +107,7 @@ def compare_jobs(
     """Decodes the same prompts with several strategies, interleaved prompt by prompt, so that a
     machine's drift is spread evenly; returns the content of ``comparison.json``.
 
-    ``pair`` has models in memory; ``stays`` is false if the folder will be deleted.
+    ``pair``: models to use; None builds them. ``stays``: False if the folder will be deleted.
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
@@ -133,7 +133,7 @@ def compare_jobs(
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records`` are by strategy, repeat and prompt id; ``runs`` by strategy, once all are decoded.
+    ``records``: (strategy, repeat, prompt id) -> decoded request. ``runs``: strategy -> repeats.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class _Decoding:
         return [record for record in self.records.values() if record.strategy == runner.name]
 
     def further_metrics(self, runner: Runner, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns metrics that ``summarise`` cannot know.
+        """Returns metrics that ``summarise`` cannot compute.
 
-        The tokens of a replay are made up: its ``loop_share`` is that of the record. ``caveat``
-        says why a row is not comparable or representative.
+        The tokens of a replay are made up, so its ``loop_share`` is taken from the record.
+        ``caveat`` says why a row is not comparable or representative.
         """
         records = self._records_of(runner)
         metrics: dict[str, Any] = {"runtime": runner.runtime}
@@ -259,7 +259,7 @@ class _Decoding:
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
     def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> list[TokenPrompt]:
-        """Makes a dialogue's next turn, with the strategy's own answers (``data.turns=all``)."""
+        """Returns [a dialogue's next prompt], with the strategy's own answers; [] at its end."""
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
             return []
@@ -279,7 +279,7 @@ class _Decoding:
         return answers
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
-        """Records the draft's ranks by one more pass per prompt, which is outside all metrics."""
+        """Writes ``record.npz``, with one more draft pass per prompt, which no metric counts."""
         cfg, pair = self._base, self.pair
         self._progress.phase("recording the draft", len(results))
         models = pair.section()
@@ -311,9 +311,9 @@ def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Ru
 def prepare(
     cfg: Mapping[str, Any], pair: ModelPair | None = None, progress: Progress | None = None
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Loads a pair, unless one is given, and its prompts, random ones without a tokenizer.
+    """Loads a model pair, unless one is given, and its prompts (random ones without a tokenizer).
 
-    Returns the pair, prompts that fit its positions, and how many were shortened.
+    Returns the pair, the prompts, which fit into its positions, and how many were shortened.
     """
     pair = pair or build_pair(cfg["model"])
     label = "loading models"
@@ -369,8 +369,8 @@ def _room(cfg: Mapping[str, Any], pair: ModelPair) -> int | None:
 
 
 def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
-    """Decodes prompts uncounted, since first calls allocate, compile and capture CUDA graphs, of
-    which each place in a batch has its own, for contexts up to the length of its request.
+    """Decodes prompts without counting them, since first calls allocate, compile and capture CUDA
+    graphs. If graphs are on, the longest prompts are decoded, one for each place in a batch.
     """
     first = prompts[:1]
     if cfg["model"].get("graphs", "off") != "off":

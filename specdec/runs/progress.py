@@ -2,10 +2,10 @@ class Progress:
     """Receives reports on the progress of a job; this class ignores them."""
 
     def phase(self, label: str, total: int | None = None) -> None:
-        """Starts a phase of ``total`` units (None if unknown) and ends the previous one."""
+        """Ends the current phase and starts one of ``total`` items of work (None if unknown)."""
 
     def advance(self, count: int = 1, detail: str = "") -> None:
-        """Counts ``count`` more units; ``detail`` is shown beside them."""
+        """Reports that ``count`` more items are done; ``detail`` is shown beside their number."""
 
     def note(self, text: str) -> None:
         """Prints a line or a table."""

@@ -41,7 +41,7 @@ class RivalOptions:
 
 @dataclass(kw_only=True, eq=False)
 class RivalBaseline(OneByOne):
-    """Another runtime, without stop strings and ``no_repeat_ngram``: it gets end tokens as ids."""
+    """Another runtime. It gets end tokens as ids; it has no stop strings or ``no_repeat_ngram``."""
 
     server: RivalProcess | Endpoint
     runtime: str
@@ -86,8 +86,8 @@ class RivalBaseline(OneByOne):
 def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
     """Starts the runtime of a strategy of kind ``rival``; models are converted on first use.
 
-    Refused are runtimes that are not installed, and pairs that are not from folders (llama.cpp:
-    GGUF files), on the CPU, in a dtype of the runtime.
+    Raises ``UserError`` if the runtime is not installed, or if the models are not from folders
+    (llama.cpp: GGUF files), not on the CPU, or in a dtype that the runtime does not support.
     """
     strategy = cfg["strategy"]
     row, (name, method) = strategy["name"], ROWS[strategy["method"]]
@@ -186,8 +186,8 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
 def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
     """Emits the tokens of each pass and counts the answers.
 
-    Rejected drafts are spread evenly over the passes. If their number is unknown, neither proposals
-    nor judged candidates are counted, so rates of acceptance are undefined.
+    Rejected draft tokens are spread evenly over the passes. If their number is unknown, neither
+    proposed nor tested draft tokens are counted, so rates of acceptance are undefined.
     """
     refused = max(0, (output.proposed or 0) - sum(sizes) + len(sizes))
     ends = np.cumsum(sizes, dtype=int).tolist()

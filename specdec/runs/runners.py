@@ -48,7 +48,7 @@ TURN_S = 0.1  # long enough for some passes of a small model, so that few of the
 
 OnFinish = Callable[[RequestResult], None]
 Book = Callable[[RequestResult, RunTotals], None]
-"""Called once per finished request with the counts since the last call."""
+"""A function that gets each finished request's result and the counts since the last call."""
 
 
 class Runner(ABC):
@@ -73,9 +73,9 @@ class Runner(ABC):
 
 @dataclass(kw_only=True, eq=False)
 class OneByOne(Runner):
-    """Base class of baselines that decode one prompt per call; ``weight_bytes`` is by model.
+    """Base class of baselines that decode one prompt per call; ``weight_bytes``: model -> bytes.
 
-    Draws differ from this library's, so tokens are comparable under greedy decoding only.
+    Their random numbers differ from this library's, so only greedy tokens can be compared.
     """
 
     name: str = ""
@@ -146,8 +146,8 @@ class PartsRunner(Runner):
         on_step: Callable[[DecodeState], None] | None = None,
         new_request: Callable[[TokenPrompt, float], RequestState] | None = None,
     ) -> None:
-        """Composes the strategy; ``on_step``, called with the state after each step of ``run``, may
-        cancel requests; ``new_request`` makes one from a prompt and its arrival time.
+        """Composes the strategy. ``on_step`` is called with the state after each step of ``run``,
+        and may cancel requests; ``new_request`` makes requests from a prompt and an arrival time.
         """
         self.name = str(cfg["strategy"]["name"])
         self.parts: Parts = compose(cfg, pair)
@@ -238,12 +238,12 @@ class PartsRunner(Runner):
 def run_interleaved(
     runners: Sequence[PartsRunner], prompts: Sequence[TokenPrompt]
 ) -> list[tuple[list[RequestResult], RunTotals]]:
-    """Decodes the prompts with every runner, whose measured clock stands still in others' turns.
+    """Decodes the prompts with every runner, in turns of 0.1 s.
 
-    The speed of a machine changes within seconds (clock frequency, other tenants of its memory).
-    Runs of half a second, one after the other, then differ by more than the strategies do. In short
-    turns such a change affects all strategies alike. A strategy whose draft model works in a
-    thread, which would continue in the others' turns, is not interrupted.
+    The speed of a machine changes within seconds (clock frequency, other users of its memory). Runs
+    of half a second, one after the other, then differ by more than the strategies do; short turns
+    make such a change affect all strategies alike. While others run, a runner's measured clock
+    stands still. A runner whose draft works in a thread, which would go on, has a single turn.
 
     Returns per runner the requests, in the order of finishing, and the totals.
     """
@@ -308,10 +308,10 @@ def sampling_params(cfg: Mapping[str, Any]) -> SamplingParams:
 
 
 class RunBook:
-    """Counts the work between two calls of ``take``; the sum over all calls is the run's.
+    """Counts the work between two calls of ``take``; the sum over all calls is the work of the run.
 
-    Counts of other processes are read at the end only, since reading them stalls the pipeline;
-    until then they are zero. ``reports`` are those of all wall clocks as last read.
+    Counts of other processes are read only at the end of a run, since reading them stalls the
+    pipeline; until then they are zero. ``reports`` has the last report of each wall clock.
     """
 
     def __init__(self, parts: Parts, state: DecodeState) -> None:
@@ -330,7 +330,7 @@ class RunBook:
         return clock.now() if clock.kind is ClockKind.MEASURED else perf_counter()
 
     def take(self, *, at_end: bool = False) -> dict[str, Any]:
-        """Returns counts since the last call as fields of ``RunTotals``; see ``at_end`` above."""
+        """Returns ``RunTotals`` fields since the last call; ``at_end`` reads other processes."""
         wall_s, parts, load = self._now() - self._wall_s, self._parts, self._state.load
         source, executor, meter = parts.source.counters, parts.executor.counters, parts.meter
         if at_end or not parts.executor.distributed:
@@ -364,8 +364,8 @@ class RunBook:
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:
-    """Reads the cumulative counts of every rank, by one message to each other process: fields of
-    ``RunTotals`` (on a measured clock the meter counts ``draft_total_s``), and the ranks' reports.
+    """Returns the cumulative counts of all ranks as fields of ``RunTotals`` (without
+    ``draft_total_s`` on a measured clock), and the clocks' reports; asks each other process once.
     """
     simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
     answers, shared = ((), ()) if simulated else (executor.reports(), executor.draft_reports())

@@ -1,9 +1,9 @@
-"""Keyed draws: counter-based random numbers that are functions of their key.
+"""Keyed draws: random numbers that depend only on a key, not on earlier draws (counter-based).
 
-The draw for prompt r at position t depends only on (seed, r, t, purpose, index), so it is the same
-on every rank, in every batch and under every strategy. The generator is numpy's ``Philox``
+The random number for prompt r at position t depends only on (seed, r, t, purpose, index), so it is
+the same on every rank, in every batch and under every strategy. The generator is numpy's ``Philox``
 (Philox4x64-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the key
-(seed, r). The draws of a purpose and index are consecutive numbers of it, by position.
+(seed, r); for each purpose and index, consecutive positions get consecutive outputs.
 """
 
 from enum import IntEnum
@@ -18,7 +18,7 @@ _WORDS = 4  # draws per value of the generator's counter
 
 
 class Purpose(IntEnum):
-    """What a draw is used for; draws of different purposes are independent.
+    """What a random number is used for; those of different purposes are independent.
 
     ``TARGET``: the target's next token, including the bonus token. ``DRAFT``: a sampled candidate.
     ``ACCEPT``: the acceptance test of a candidate. ``RESIDUAL``: the correction token.
@@ -32,14 +32,14 @@ class Purpose(IntEnum):
 
 @lru_cache(maxsize=4096)  # 8 MiB
 def _block_of(seed: int, prompt_id: int, purpose: Purpose, index: int, number: int) -> FloatArray:
-    """Returns the draws of positions ``number * _BLOCK`` onwards, float64[_BLOCK]."""
+    """Returns the random numbers of positions from ``number * _BLOCK`` on, float64[_BLOCK]."""
     key = np.array([seed % 2**64, prompt_id % 2**64], np.uint64)
     counter = np.array([number * _BLOCK // _WORDS, index, purpose, 0], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(_BLOCK)
 
 
 class KeyedDraws:
-    """The uniform draws of a run, keyed by (seed, prompt id, position, purpose, index).
+    """Uniform random numbers that depend only on seed, prompt id, position, purpose and index.
 
     The seed may be any integer; its low 64 bits are used.
     """
@@ -50,11 +50,10 @@ class KeyedDraws:
     def uniform(
         self, prompt_id: int, positions: IntArray, purpose: Purpose, index: int | IntArray = 0
     ) -> FloatArray:
-        """Returns draws for one prompt, float64 in [0, 1), of the broadcast shape.
+        """Returns numbers in [0, 1) for one prompt, float64, of the arguments' broadcast shape.
 
-        ``positions`` are those of the drawn tokens: the token after a node at position p is drawn
-        at p + 1. ``index`` is the sibling number, or an array that broadcasts against
-        ``positions``.
+        ``positions`` are those of the tokens to be sampled: the token after a node at position p
+        has position p + 1. ``index`` numbers siblings; an array broadcasts against ``positions``.
         """
         at, indices = np.broadcast_arrays(positions, index)
         numbers, draws = at // _BLOCK, np.empty(at.shape)

@@ -4,8 +4,8 @@ The order of steps is that of transformers' ``generate``: no_repeat_ngram, other
 temperature, top-k, top-p. The largest logits are selected on the device of the logits. From the
 temperature on, everything is float64 in numpy on the host. Every result depends only on its own
 row: neither the other rows of a batch nor padding changes a bit of it. A draft's candidates are the
-most probable tokens of its distribution, or tokens sampled from it by keyed draws. Processors see
-every node with its own history: the committed tokens, then the path from the root to it.
+most probable tokens of its distribution, or are sampled from it with random numbers that depend on
+seed, prompt and position only. Processors get each node's history: committed tokens, then its path.
 
 Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates, S
 stored entries of a row, T tokens of a history, B banned tokens.
@@ -38,8 +38,8 @@ class LogitsProcessor(Protocol):
 
 
 def repeated_ngrams(history: IntArray, size: int) -> IntArray:
-    """Returns the tokens, int64[B], that would complete an n-gram that the history, int64[T],
-    already contains, as transformers' ``NoRepeatNGramLogitsProcessor``; tokens may repeat.
+    """Returns the tokens, int64[B], that would complete an n-gram of this size that the history,
+    int64[T], already contains, as ``NoRepeatNGramLogitsProcessor`` does; a token may occur twice.
     """
     if len(history) < size:
         return history[:0]
@@ -51,8 +51,8 @@ def repeated_ngrams(history: IntArray, size: int) -> IntArray:
 def apply_processors(
     processors: Sequence[LogitsProcessor], logits: Tensor, histories: Sequence[IntArray]
 ) -> Tensor:
-    """Applies processors to logits [A, V] of nodes, each in a call with its own history [1, T], as
-    in plain decoding.
+    """Applies processors to logits [A, V], one call per row (a node) with the row's own history
+    [1, T], as in plain decoding.
     """
     rows = []
     for row, history in zip(logits, histories, strict=True):
@@ -65,10 +65,10 @@ def apply_processors(
 
 
 class HistoryTracker:
-    """Tracks the token sequence up to each node in flight through the target.
+    """Tracks the token sequence (history) up to each tree node that the target is processing.
 
-    Histories are rebuilt from the rows of an executor and from commits, so processors see the same
-    tokens on any rank.
+    Histories are derived from the rows and commits that reach a rank, so logits processors see the
+    same tokens on every rank.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class HistoryTracker:
         return [self._history(rows.request, node_id) for node_id in rows.node_ids.tolist()]
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Moves retired nodes into the histories; a second commit of a step changes nothing."""
+        """Appends committed tokens to the histories; a second commit of a step changes nothing."""
         self._nodes.commit(commits)
         for commit in commits:
             if (tokens := self._committed.get(commit.request)) is not None:
@@ -132,7 +132,7 @@ def top_set(values: FloatArray, num: int) -> IntArray:
 
 
 SPARE = 64
-"""Number of entries that a device selects beyond the k-th, because they may tie with it."""
+"""Number of logits that a device selects beyond the k largest: they may tie with the k-th."""
 
 _BLOCK = 64  # entries per block in the search for the largest entries of a row
 _MIN_BLOCKS = 4  # per entry searched for; with fewer, a partition of the row is as fast
@@ -208,8 +208,8 @@ class SamplingTransform:
     def sample(
         self, logits: Tensor, uniforms: FloatArray, histories: Sequence[IntArray] | None = None
     ) -> IntArray:
-        """Returns int64[A]: the token at ``uniforms``[A] of each row's CDF in token-id order; if
-        greedy, the argmax.
+        """Returns a token per row, int64[A]: the argmax if greedy, else the token where the CDF, in
+        token-id order, exceeds the row's random number in ``uniforms``[A].
         """
         if self.params.greedy:
             return self.greedy(logits, histories)
@@ -220,7 +220,7 @@ class SamplingTransform:
         return np.concatenate(tokens)
 
     def greedy(self, logits: Tensor, histories: Sequence[IntArray] | None = None) -> IntArray:
-        """Returns int64[A]: the first of the largest processed logits of each row."""
+        """Returns int64[A]: each row's token of the largest processed logit, the first if tied."""
         logits = self._processed(logits, histories)
         if not on_accelerator(logits):
             return argmax(logits.numpy())
@@ -232,8 +232,8 @@ class SamplingTransform:
     def distribution(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> FloatArray | SupportProbs:
-        """Returns the distribution [A, V] after all steps, as ``SupportProbs`` if it is filtered;
-        one-hot if greedy.
+        """Returns the sampled distribution [A, V], one-hot if greedy; stored as ``SupportProbs`` if
+        it is one-hot or top-k or top-p filter it.
         """
         if not self.params.greedy:
             return self._joined(self._processed(logits, histories), self.params)
@@ -247,9 +247,9 @@ class SamplingTransform:
     def proposal_probs(
         self, logits: Tensor, histories: Sequence[IntArray] | None = None
     ) -> FloatArray | SupportProbs:
-        """Returns the distribution [W, V] from which a draft samples its candidates: if greedy, the
-        model's own at temperature 1, because a one-hot one cannot propose siblings. Rejection
-        sampling is lossless for any.
+        """Returns the distribution [W, V] from which a draft samples candidates: ``distribution``,
+        or, if that is greedy, the softmax at temperature 1, since a one-hot distribution cannot
+        propose siblings. Rejection sampling is lossless with any of them.
         """
         if not self.params.greedy:
             return self.distribution(logits, histories)
@@ -262,7 +262,7 @@ class SamplingTransform:
         first, ties in token-id order.
 
         Processors (-inf for what they ban) and temperature (1 if greedy) are applied, top-k and
-        top-p are not: scores estimate the probability that the target draws the token.
+        top-p are not: the log probabilities estimate how likely the target samples each token.
         """
         k = min(k, logits.shape[1])
         if not len(logits):
@@ -280,7 +280,7 @@ class SamplingTransform:
         return concatenate(parts) if parts else np.zeros(logits.shape)
 
     def _processed(self, logits: Tensor, histories: Sequence[IntArray] | None) -> Tensor:
-        """Returns [A, V] in float32 or float64 after the processors; the input is unchanged."""
+        """Returns processed logits [A, V] in float32 or float64; the input is unchanged."""
         logits = logits.detach()
         if not on_accelerator(logits):
             logits = logits.cpu()
@@ -304,7 +304,7 @@ class SamplingTransform:
 
 
 def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | SupportProbs]:
-    """Applies temperature, top-k and top-p to [A, V]; yields unnormalised rows in order."""
+    """Applies temperature, top-k and top-p to logits [A, V]; yields unnormalised probabilities."""
     temperature, top_p, (num_rows, vocab_size) = params.temperature, params.top_p, logits.shape
     if not num_rows:
         return
@@ -342,8 +342,8 @@ def _weights(values: npt.NDArray[np.floating], temperature: float) -> FloatArray
 def _cut_tail(weights: FloatArray, enough: FloatArray) -> None:
     """Sets the entries of ``weights``[A, S] to 0 that top-p removes, in place.
 
-    As in transformers, entries in descending order are kept while the mass before them is below
-    ``enough``[A, 1], and the best always; of equal weights at the cut, the lower token ids.
+    As in transformers, the best entry is kept, and further ones in descending order while the mass
+    before them is below ``enough``[A, 1]. Of equal weights at the cut, lower token ids are kept.
     """
     ordered = np.sort(weights, axis=1)[:, ::-1]
     mass_before = ordered.cumsum(axis=1)[:, :-1]
@@ -438,7 +438,7 @@ def _by_row(
 
 
 def _copied(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
-    """Copies both to the host at once, since each copy waits for the device."""
+    """Copies both tensors to the host in one transfer, since each transfer waits for the device."""
     both = to_host(torch.stack([indices.double(), values.double()]))
     return both[0].astype(np.int64), both[1]
 
@@ -447,15 +447,15 @@ def _copied(indices: Tensor, values: Tensor) -> tuple[IntArray, FloatArray]:
 
 
 def draw(weights: FloatArray | SupportProbs, uniforms: FloatArray) -> IntArray:
-    """Returns int64[A]: each row's token at ``uniforms``[A] of its CDF in token-id order."""
+    """Samples a token per row, int64[A], by inverse CDF in token-id order at ``uniforms``[A]."""
     if not isinstance(weights, SupportProbs):
         return inverse_cdf(weights, uniforms)
     return weights.ids[np.arange(len(weights)), inverse_cdf(weights.values, uniforms)]
 
 
 def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
-    """Returns int64[A]: the first entry of each row of ``weights``, float64[A, S], whose cumulative
-    share exceeds the uniform, never one of weight 0.
+    """Inverts the CDF of each row of ``weights``, float64[A, S]: returns int64[A], the first index
+    whose cumulative share exceeds the row's number in ``uniforms``, never one of weight 0.
     """
     cdf = weights.cumsum(axis=1)
     # The draw stays below the last entry: u <= 1 - 2**-53 rounds down.
@@ -466,11 +466,11 @@ def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
 def sample_candidates(
     probs: FloatArray, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Samples up to ``k`` different entries per row of ``probs``: the j-th by inverse CDF from the
-    row without the earlier ones, renormalised, as ``RejectionVerifier`` requires.
+    """Samples up to ``k`` entries per row of ``probs`` without replacement: each by inverse CDF
+    from the row without the earlier ones, renormalised, as ``RejectionVerifier`` requires.
 
-    Returns entries int64[W, k] in sampling order; log probabilities float64[W, k] under the row
-    itself, -inf for missing draws; counts int64[W], at most the entries of positive probability.
+    Returns indices int64[W, k] in sampling order; log probabilities float64[W, k] in the original
+    row, -inf where no entry was left; counts int64[W], the number of sampled entries.
     """
     num_rows = len(probs)
     entries = np.zeros((num_rows, k), np.int64)
@@ -488,7 +488,7 @@ def sample_candidates(
 
 
 def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
-    """Samples candidates from ``probs`` [W, V] by ``uniforms``, float64[W, K]."""
+    """Samples K candidates per row of ``probs`` [W, V] with random numbers float64[W, K]."""
     if not isinstance(probs, SupportProbs):
         tokens, logprobs, counts = sample_candidates(on_host(probs), k, uniforms)
     else:
@@ -498,7 +498,7 @@ def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
 
 
 def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:
-    """Returns float64[W, K]: one draw for each of K siblings below nodes at ``positions``[W]."""
+    """Returns float64[W, K]: a random number for each child of nodes at ``positions``[W]."""
     return draws.uniform(request_id, positions[:, None] + 1, Purpose.DRAFT, np.arange(k))
 
 
@@ -527,8 +527,8 @@ def candidates_of(
 ) -> Candidates:
     """Returns up to ``k`` candidates for each of W nodes of one request at ``positions``, int64[W].
 
-    They are sampled with ``draws``, and have their distribution; if that is None they are the most
-    probable tokens.
+    If ``draws`` is None, the candidates are the most probable tokens. Else they are sampled with
+    these random numbers, and the result also has the distributions in ``probs``.
     """
     if draws is None:
         return top_candidates(transform, logits, k, histories)

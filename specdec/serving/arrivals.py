@@ -16,8 +16,8 @@ POISSON = "poisson"
 def arrival_times(
     arrivals: str, num: int, *, rate_per_s: float | None = None, seed: int = 0
 ) -> FloatArray:
-    """Returns float64[num]: arrival times in seconds since the start of the run, not decreasing:
-    at_once, poisson (of ``rate_per_s``), or the path of a text file with one time per line.
+    """Returns float64[num]: arrival times in seconds since the start of the run, not decreasing.
+    ``arrivals`` is at_once, poisson (with ``rate_per_s``), or a text file with one time per line.
     """
     if (arrivals == POISSON) != (rate_per_s is not None):
         rate = "null" if rate_per_s is None else rate_per_s

@@ -10,8 +10,8 @@ from specdec.errors import UserError
 
 class BlockBudget:
     def __init__(self, *, kv_tokens: int, block_tokens: int, tree_nodes: int) -> None:
-        """Starts with all blocks free, of ``kv_tokens`` tokens and tree nodes per stage, rounded
-        down to whole blocks; ``tree_nodes`` is the most that one request caches.
+        """Starts with all blocks free: per stage, room for ``kv_tokens`` tokens and tree nodes,
+        rounded down to whole blocks. One request caches at most ``tree_nodes`` nodes.
         """
         self.num_blocks = kv_tokens // block_tokens
         self.block_tokens = block_tokens

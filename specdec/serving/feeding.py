@@ -8,11 +8,11 @@ from specdec.state import DecodeState, RequestState
 
 
 class Feeding(StrEnum):
-    """The requests whose nodes a step may submit; the others wait for later steps.
+    """Which requests' nodes a step may submit; the other requests wait for later steps.
 
-    ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: the open requests in as
-    many groups as batches can be in flight, one per step (PP-vLLM's mini-batches). ``ITERATION``:
-    one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
+    ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: one group per step, of
+    as many groups of open requests as batches can be in flight (PP-vLLM's mini-batches).
+    ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
 
     DYNAMIC = "dynamic"
@@ -24,8 +24,8 @@ class Turns:
     """Chooses the requests whose nodes each step of a run may submit."""
 
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """If the policy ``drafts_waiting``, a request is skipped until the policy has
-        ``prepared`` it, as long as others are in flight, so that its drafting delays no other.
+        """With a policy that drafts for waiting requests (``drafts_waiting``), a request that is
+        not ``prepared`` is skipped while others are in flight, so that its drafting delays none.
         """
         self._in_flight = in_flight
         self._policy = policy

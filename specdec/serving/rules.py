@@ -44,7 +44,7 @@ class ServingRules:
         **_scheduler: Any,
     ) -> ServingRules:
         """Builds the rules from the configuration node ``serving``; ``arrivals`` and ``rate_per_s``
-        are only checked here, and keys of a scheduler outside this library ignored.
+        are only checked here, and keys for a scheduler outside this library are ignored.
         """
         arrival_times(arrivals, 0, rate_per_s=rate_per_s)
         return ServingRules(
@@ -88,8 +88,8 @@ class MakeScheduler(Protocol):
 
 
 def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
-    """Returns the scheduler that ``_target_`` names, whose constructor takes what it needs of
-    ``MakeScheduler``.
+    """Returns a function that builds the scheduler class named by ``_target_``, with what its
+    constructor takes of the arguments of ``MakeScheduler``; None without ``_target_``.
     """
     if "_target_" not in cfg:
         return None

@@ -33,9 +33,9 @@ class FifoScheduler(Scheduler):
     ) -> None:
         """Queues the requests of a run; UserError if one needs more blocks than the cache has.
 
-        ``parts`` (policy, source, executor) open and close each request; ``prefill_chunk`` is in
-        prompt tokens per step over all requests; ``rules`` None means dynamic feeding without
-        paging.
+        ``parts`` (policy, source, executor) open and close each request; ``prefill_chunk`` is the
+        maximum number of prompt tokens per step over all requests; ``rules`` None means dynamic
+        feeding without paging.
         """
         if batch_size < 1 or prefill_chunk < 1:
             raise ValueError(

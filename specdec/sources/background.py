@@ -16,10 +16,10 @@ from specdec.types import Candidates, Commit, Nodes, Output, Ticket
 class Background(WrappedSource):
     """Makes a source asynchronous: its passes run on a separate device, one after another.
 
-    On a simulated or paced clock a pass is computed when it starts and takes its time on clock rank
-    ``free_rank``, which no other device has. On a measured clock it runs in a thread, over a copy
-    of the trees. Calls of ``open``, ``commit`` and ``close`` during a pass take effect when it has
-    ended. The source must share no caches with the executor.
+    On a simulated or paced clock a pass is computed when it starts, and its time is charged to the
+    clock rank ``free_rank``, which no other device has. On a measured clock it runs in a thread,
+    over a copy of the trees. Calls of ``open``, ``commit`` and ``close`` during a pass take effect
+    when it has ended. The source must share no caches with the executor.
     """
 
     asynchronous = True

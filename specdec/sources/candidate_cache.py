@@ -13,7 +13,7 @@ class CandidateCache(NodeMap[Candidates]):
         return nodes.where(np.array([row is None for row in self.get(nodes)], np.bool_))
 
     def keep(self, nodes: Nodes, candidates: Candidates) -> None:
-        """Stores candidates; ignores empty rows and rows of closed requests."""
+        """Stores each node's candidates; ignores nodes without any and closed requests."""
         counts = candidates.counts.tolist()
         for request_id, ids, rows in nodes.packed():
             for row, node_id in enumerate(ids.tolist(), rows.start):
@@ -21,7 +21,7 @@ class CandidateCache(NodeMap[Candidates]):
                     self[request_id][node_id] = candidates.take(np.array([row]))
 
     def recall(self, nodes: Nodes, k: int) -> Candidates:
-        """Returns up to ``k`` stored candidates per node; none for nodes without a row."""
+        """Returns up to ``k`` stored candidates per node; none for a node without stored ones."""
         rows = self.get(nodes)
         stored = [row for row in rows if row is not None]
         if not stored:

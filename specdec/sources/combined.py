@@ -30,10 +30,10 @@ class WrappedSource(TokenSource):
 
 
 class CombinedSource(TokenSource):
-    """Base of sources that open, commit and close other sources, which are not used elsewhere.
+    """Base of sources that own other sources, which they open, commit and close.
 
     Attributes:
-        counters: sums over the sources; ``by_level`` lists their levels in the same order.
+        counters: sums over the owned sources; ``by_level`` lists their models in the same order.
     """
 
     def __init__(self, sources: Sequence[TokenSource]) -> None:
@@ -88,12 +88,12 @@ def joined_needs(needs: Iterable[Needs]) -> Needs:
 
 
 class ModelChain(CombinedSource):
-    """A draft model and middle models before the target, which run independently (PipeSpec).
+    """A draft model, then middle models that check and correct the one before them (PipeSpec).
 
-    The draft is first in ``sources``; ``Background`` gives each model a device. A policy starts
-    passes of the model ``level`` by ``Events.start``. Passes of level 0 propose candidates like any
-    source. The candidates of a further level, which come with the event, are this model's own next
-    tokens after tokens of the model below it.
+    The draft is first in ``sources``. The models run independently if each is in a ``Background``,
+    which gives it a device. ``Events.start`` starts a pass of the model ``level``. Passes of level
+    0, the draft, propose candidates like any source. Those of a middle model return, with their
+    event, its own next token after each token of the model before it.
     """
 
     @validated

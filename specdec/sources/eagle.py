@@ -1,10 +1,10 @@
-"""Proposals of an EAGLE head, which drafts from the target's hidden states (features).
+"""A token source that drafts with an EAGLE head from the target's hidden states (features).
 
 The head's row for the token at position p reads the feature of position p - 1. If the target's own
-feature has not arrived yet, the head reads its own output instead: for one level in a strategy that
-waits for its answers, for up to N levels on a pipeline of N stages. When a feature arrives later,
-the row is recomputed in place, in the pass of the next nodes. The candidates that its node already
-has stay in the tree, and the outputs of rows below it stay too.
+feature has not arrived yet, the head reads its own output instead, for as many levels as are
+drafted ahead of the target. When the feature arrives later, the row is recomputed in place, in the
+pass of the next nodes; candidates that its node already has, and the outputs of rows below it, do
+not change.
 
 Shape letters: W nodes, C nodes that a pass computes, T positions, S feature size, E hidden size of
 the head, U draft vocabulary, F rows that read a feature.
@@ -40,14 +40,14 @@ class EagleSource(CachedModelSource):
     """Proposes the candidates of an EAGLE head of any version, which has its own KV cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
-    one packed pass. Before it come passes over a long prompt, and one pass per level of ancestors
-    that other sources have proposed. In a latency profile a pass costs as one of the draft model.
+    one pass over the nodes of all requests. Passes over a long prompt come before it, and one pass
+    per level of ancestors that other sources have proposed. Each is charged as a pass of the draft
+    model.
 
     Args:
-        untrained: version (EAGLE-1 or 3) of the random head of a pair without a trained one. "mtp":
-            the MTP layer inside the target.
-        early: read hidden states as soon as their layer has computed them, instead of with the
-            answers.
+        untrained: version of the random head that is made if the pair has no trained one: EAGLE-1
+            or EAGLE-3. "mtp" instead uses the MTP layer inside the target.
+        early: read hidden states when their layer has computed them, not with the answers.
         sample, prefill_chunk: see ``CachedModelSource``.
 
     Raises:
@@ -120,10 +120,10 @@ class EagleSource(CachedModelSource):
         return full
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W]: whether the feature before the root has arrived.
+        """Returns bool[W], equal for all nodes: whether the feature before the root has arrived.
 
-        Sampled candidates begin with the second root: in a pipeline the prompt's features arrive
-        after the first root was submitted, and outputs must be the same on every executor.
+        Sampled candidates begin only with the second root: in a pipeline the prompt's features
+        arrive after the first root was submitted, and outputs must be the same on every executor.
         """
         has_feature = 0 < request.prefix_len <= self._drafts[request.id].features.known
         return np.full(len(ids), has_feature and bool(request.output or not self.gives_probs))
@@ -156,7 +156,7 @@ class EagleSource(CachedModelSource):
     def _catch_up_prompts(
         self, state: DecodeState, drafts: Sequence[HeadState], pending: Mapping[int, IntArray]
     ) -> None:
-        """Computes committed tokens while more than a chunk of them is missing."""
+        """Runs passes over missing committed tokens until they and the nodes fit in one chunk."""
         while True:
             current = HeadPass(self._runner)
             for draft in drafts:
@@ -170,11 +170,11 @@ class EagleSource(CachedModelSource):
 
 
 class Features:
-    """The target's hidden states of consecutive positions that are still needed.
+    """Stores the target's hidden states at consecutive positions, from ``first`` on.
 
-    There is one stream of rows per name; a feature concatenates the streams in the order of
-    ``names``, where a name may occur twice. The streams of one position may arrive at different
-    times. ``first`` is the position of the first stored row.
+    Each name has its own sequence of rows; the rows of one position may arrive at different times.
+    A feature concatenates the rows of a position in the order of ``names``, where a name may occur
+    twice.
     """
 
     def __init__(self, names: Sequence[HiddenName]) -> None:
@@ -185,11 +185,11 @@ class Features:
 
     @property
     def known(self) -> int:
-        """Number of positions, from 0, for which all streams have arrived."""
+        """Number of positions, from 0, for which the states of all names have arrived."""
         return self.first + min(self._counts.values())
 
     def add(self, hidden: Mapping[HiddenName, Tensor], start: int) -> None:
-        """Appends rows [T, ..] of the positions from ``start`` on to any of the streams."""
+        """Appends states [T, ..] of the positions from ``start`` on, for any of the names."""
         for name, rows in hidden.items():
             if name in self._streams:
                 end = self.first + self._counts[name]
@@ -204,7 +204,7 @@ class Features:
         return torch.cat([self._joined(name)[at] for name in self.names], -1)
 
     def drop(self, start: int) -> None:
-        """Frees the positions before ``start``, once there are more than a few."""
+        """Frees the positions before ``start``, if these are at least 32."""
         num = min(start, self.known) - self.first
         if num < _DROPPED:
             return
@@ -224,13 +224,13 @@ class Features:
 
 @dataclass(slots=True, kw_only=True)
 class HeadState:
-    """The head's state for one request.
+    """What an EAGLE head stores for one request.
 
     Attributes:
-        cache: keys and values; slot s has the token at position s + 1.
+        cache: the head's keys and values; slot s has the token at position s + 1.
         features: the target's features.
-        states: node id -> [E], the head's own output.
-        logits: node id -> [U], for nodes computed as ancestors and not expanded yet.
+        states: node id -> [E], the head's own output at the node.
+        logits: node id -> [U], for nodes computed as ancestors of others and not yet expanded.
         true_len: number of entries of the cache's prefix that were computed from the target's
             features.
         true_nodes: ids of the nodes whose entries were computed from the target's features.
@@ -245,7 +245,7 @@ class HeadState:
     true_nodes: set[int] = field(default_factory=set)
 
     def commit(self, commit: Commit) -> None:
-        """Adds the features of a commit; the cache must have applied the commit already."""
+        """Stores a commit's features; the cache must have applied the commit already."""
         num_retired = len(commit.retired_ids)
         self.features.add(commit.hidden, commit.prefix_len - num_retired)
         # Entries computed from features extend the part of the prefix that is final.
@@ -259,7 +259,7 @@ class HeadState:
         self.features.drop(min(self.true_len, commit.prefix_len - 1))
 
     def feature(self, slot: int) -> Tensor | None:
-        """Returns the target's feature of the position before a node, [1, S], or None."""
+        """Returns the target's feature [1, S] of the position before a node, None if missing."""
         tree = self.request.tree
         if slot == 0:
             return self.features.rows(self.request.prefix_len - 1, self.request.prefix_len)
@@ -270,7 +270,7 @@ class HeadState:
 
 
 class HeadPass:
-    """Collects rows, runs them in one pass and stores the results.
+    """One pass of the head: collects rows of requests, computes them and stores the results.
 
     ``num_nodes`` of its ``num_rows`` rows are nodes that are computed for the first time.
     """
@@ -287,7 +287,7 @@ class HeadPass:
         self._logits_of: list[tuple[HeadState, int]] = []
 
     def add_prefix(self, draft: HeadState, limit: int | None = None) -> None:
-        """Adds up to ``limit`` committed tokens that have no entry, or one without the feature."""
+        """Adds up to ``limit`` committed tokens whose entry is missing or lacks its feature."""
         request, cache, start = draft.request, draft.cache, draft.true_len
         stop = request.prefix_len - 1
         stop = stop if limit is None else min(stop, start + limit)
@@ -303,9 +303,9 @@ class HeadPass:
         draft.true_len = stop
 
     def add_corrections(self, draft: HeadState) -> None:
-        """Adds nodes whose entries were computed before the feature above them had arrived.
+        """Adds cached nodes that were computed before the target's feature for them had arrived.
 
-        An entry is recomputed in place if the entries of its ancestors lie before it.
+        They are recomputed in place, unless an ancestor's entry lies behind their own.
         """
         cache, tree = draft.cache, draft.request.tree
         if not cache.num_nodes or (not tree.hidden and tree.root_id in draft.true_nodes):
@@ -338,9 +338,9 @@ class HeadPass:
             self._add_features(feature, np.array([-1]))
 
     def add_nodes(self, draft: HeadState, pending: IntArray) -> IntArray:
-        """Adds the nodes of ``pending``, int64[C] sorted slots, whose parents' states are known.
+        """Adds those of the nodes ``pending``, int64[C] sorted slots, whose input is known.
 
-        Returns the other nodes, which need a later pass.
+        The input is the target's feature or the parent's output. Returns the remaining nodes.
         """
         if not len(pending):
             return pending
@@ -392,8 +392,8 @@ class HeadPass:
     ) -> None:
         """Appends rows of one request to the pass.
 
-        ``nodes`` has the head state, the node ids, and whether each is computed from a feature.
-        ``wants`` has the ids of the nodes if their logits are needed.
+        For rows that are nodes, ``nodes`` has the head state, the node ids, and whether each is
+        computed from a feature; ``wants`` has the ids of the nodes if their logits are needed.
         """
         start = self.num_rows
         self.num_rows += len(rows)
@@ -405,7 +405,7 @@ class HeadPass:
             self._logits_rows.append(np.arange(start, self.num_rows))
 
     def _add_features(self, features: Tensor, from_end: IntArray) -> None:
-        """Sets the features [F, S] of rows, counted from the end of the rows added so far."""
+        """Sets features [F, S] of F rows; ``from_end``: their (negative) indices from the end."""
         self._features.append(features)
         self._feature_rows.append(self.num_rows + from_end)
 

@@ -1,9 +1,9 @@
-"""Exit heads of the target as a source, and the speed-up that PPSD (arXiv 2509.19368) predicts.
+"""Sources that draft with exit heads of the target, and PPSD's speed-up formulas (2509.19368).
 
-Letters of Eq. 4 and 6 as in the paper: alpha is the probability that a draft token is accepted if
-those before it were, gamma the number of draft tokens per pass, N the layers of the target, E the
-layers before the exit. Costs are counted in layers; heads, transfers and the controller cost
-nothing.
+The letters of Eq. 4 and 6 are those of the paper: alpha is the probability that a draft token is
+accepted if those before it were, gamma the number of draft tokens per pass, N the layers of the
+target, E the layers before the exit. Costs are counted in layers; heads, transfers and the
+controller cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ from specdec.types import Candidates, Commit, Needs, Nodes, Output
 class ExitSource(ModelSource):
     """Base of sources that propose candidates of exit heads of the target itself.
 
-    With ``executor=early_exit`` (``make_first_stage``) expanded nodes are computed at once: draft,
-    then verify. With ``executor=pipeline`` proposals arrive in ``Output.exits`` when a submitted
-    node has passed the exit layer, and the node has no candidates until then: verify while drafting
+    With ``executor=early_exit``, ``expand`` runs the target's first layers itself: the target
+    verifies after drafting. With ``executor=pipeline`` a node gets candidates only once it is
+    submitted and has passed the exit layer (``Output.exits``): the target verifies while drafting
     (PPSD 4.2).
 
     Args:
@@ -41,7 +41,7 @@ class ExitSource(ModelSource):
         sample: sample candidates and return their distribution, for rejection verifiers.
 
     Attributes:
-        layers: number of layers before each exit, increasing; the first is the pair's own.
+        layers: number of layers before each exit, increasing; the first is ``pair.exit_layer``.
     """
 
     @validated
@@ -111,7 +111,7 @@ class EarlyExitSource(ExitSource):
     """
 
     def speedup_law(self, policy: Any, latency: int) -> SpeedupLaw | None:
-        """``latency`` is the number of steps from submission to answer."""
+        """Returns Eq. 6 of PPSD in a pipeline of ``latency`` steps, else Eq. 4 for chains."""
         exit_layer, num_layers = self._pair.exit_layer, self._pair.num_layers
         if policy.follows_exits and latency > 1:
             law = ppsd_law(exit_layer, num_layers, latency)
@@ -124,21 +124,21 @@ class EarlyExitSource(ExitSource):
 
 
 def eesd_law(gamma: int, exit_layer: int, num_layers: int) -> SpeedupLaw:
-    """Eq. 4: drafting with the first E layers, then verifying (EESD).
+    """Returns PPSD's Eq. 4, for drafting with the first E layers and then verifying (EESD).
 
-    A round has gamma passes through the first E layers. Then the last draft token passes these E
-    layers, and all draft tokens pass the other N - E.
+    E is ``exit_layer``, N ``num_layers``. A round has gamma passes through the first E layers. Then
+    the last draft token passes these E layers, and all draft tokens pass the other N - E.
     """
     return SpeedupLaw(plain=num_layers, gamma=gamma, draft=exit_layer)
 
 
 def ppsd_law(exit_layer: int, num_layers: int, num_stages: int | None = None) -> SpeedupLaw:
-    """Eq. 6: verifying while drafting in a pipeline (PPSD).
+    """Returns PPSD's Eq. 6, for verifying while drafting in a pipeline.
 
-    An accepted token costs E layers, a rejected one a pass through all ceil(N / E) stages, with the
-    last one counted as a whole stage. With another ``num_stages`` (for which the paper states no
-    equation) an accepted token takes the ceil(E num_stages / N) steps to its exit, and a rejected
-    one all stages.
+    An accepted token costs E = ``exit_layer`` layers, a rejected one a pass through all ceil(N / E)
+    stages, with the last one counted as a whole stage (N is ``num_layers``). With another
+    ``num_stages``, for which the paper states no equation, an accepted token takes the ceil(E
+    num_stages / N) steps to its exit, and a rejected one as many steps as there are stages.
     """
     stages = ceil(num_layers / exit_layer)
     if num_stages is None or num_stages == stages:

@@ -11,7 +11,7 @@ _CHECK_EVERY_S = 0.1  # polling interval otherwise, in case a part has failed
 
 
 class LoopEvents(Events):
-    """The events of one decode loop, and the draft passes that run in it; see ``Events``."""
+    """Implements ``Events`` for one decode loop, and polls its draft passes and its executor."""
 
     def __init__(self, state: DecodeState, source: TokenSource, executor: Executor) -> None:
         self.running: list[Ticket] = []
@@ -39,7 +39,7 @@ class LoopEvents(Events):
         return event
 
     def next(self) -> Event:
-        """Waits for the next event, and applies it to the trees and to the source."""
+        """Waits for the next event, and stores its results in the trees and the source."""
         while (event := self._happened()) is None:
             if not self.running and not self._executor.can_poll:
                 return Event(EventKind.TARGET)  # ``collect`` waits for it, and detects failures
@@ -47,7 +47,7 @@ class LoopEvents(Events):
         return event
 
     def _wait_until(self, due: Sequence[float | None]) -> None:
-        """Waits for the first of the times; on a measured clock, or if it has come, for a part."""
+        """Waits until the earliest of the times ``due``; if it is past or unknown, for a wakeup."""
         clock = self._state.clock
         first = min((at for at in due if at is not None), default=0.0)
         if first > clock.now():
@@ -79,7 +79,7 @@ class LoopEvents(Events):
         return Event(EventKind.TARGET) if self._executor.ready() else None
 
     def _wait(self) -> None:
-        """Blocks until a part has something new; the first call only registers the wakeup."""
+        """Blocks until woken or until the next poll; the first call only registers the wakeup."""
         if self._wakeup is None:
             self._wakeup = threading.Event()
             willing = [source.set_wakeup(self._wakeup) for source in self._levels]

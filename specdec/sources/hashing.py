@@ -1,4 +1,4 @@
-"""Keyed hashes of integers, used as random values without generator state."""
+"""Hashes of integers under a seed, which serve as random numbers without a generator's state."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ _SHIFTS = tuple(map(np.uint64, (30, 27, 31, 11)))
 
 
 def hash_u64(seed: int, *parts: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Hashes integers elementwise, with broadcasting: splitmix64 folded over the parts.
+    """Hashes ``seed`` and the integers ``parts`` elementwise, with broadcasting.
 
-    The result, uint64, is uniform over 64 bits.
+    Applies splitmix64 to the seed and to each part in turn; the result, uint64, is uniform.
     """
     with np.errstate(over="ignore"):  # arithmetic is modulo 2^64
         value = _mixed(np.uint64(int(seed) & _MASK))

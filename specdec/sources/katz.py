@@ -40,8 +40,8 @@ class _Level:
     Attributes:
         keys: int64[G], sorted ``context id * V + token``; only seen n-grams. The id of a context is
             its index in the keys of the order below (the token itself for bigrams).
-        tokens: int64[G].
-        probs: float64[G], discounted.
+        tokens: int64[G], the last token of each n-gram.
+        probs: float64[G], discounted probability of that token after its context.
         starts: int64[C + 1], index of the first continuation of each of C contexts.
         alphas: float64[C], back-off weights; 1 for a context without continuations.
     """
@@ -54,7 +54,7 @@ class _Level:
 
 
 class KatzModel:
-    """Katz back-off over token ids, counted from documents that are one after the other.
+    """A Katz back-off model of token ids, counted from an array of documents, one after the other.
 
     Every distribution sums to 1 and gives every token a positive probability, except where all V
     tokens were seen after a context. Where discounting leaves no mass (all counts above the
@@ -109,7 +109,7 @@ class KatzModel:
 
     @classmethod
     def from_pair(cls, pair: Any) -> KatzModel:
-        """Counts trigrams of the token samples of a model pair, once per pair."""
+        """Returns a trigram model of the pair's token samples, which are counted once per pair."""
         if pair not in _COUNTED:
             _COUNTED[pair] = cls(
                 pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
@@ -119,7 +119,7 @@ class KatzModel:
     def _level(
         self, keys: IntArray, counts: IntArray, num_contexts: int, lower: FloatArray
     ) -> _Level:
-        """Computes one order; ``lower``[G] is P(token | shorter context) of each n-gram."""
+        """Computes one order's table; ``lower``[G]: P(last token | shorter context) per n-gram."""
         size = self.vocab_size
         context, token = np.divmod(keys, size)
         total = np.bincount(context, counts, num_contexts)
@@ -162,7 +162,7 @@ class KatzModel:
             return tokens, np.log(probs)
 
     def _best(self, context: IntArray, k: int) -> tuple[IntArray, FloatArray]:
-        """Returns the best continuations of one context and their probabilities, [k] each."""
+        """Returns the ``k`` best continuations of one context and their probabilities, [k] each."""
         tokens, probs, scale = np.zeros(0, np.int64), np.zeros(0), 1.0
         chain = self._chain(context)
         parts = [(level.tokens[g], level.probs[g], alpha) for level, g, alpha in reversed(chain)]
@@ -176,7 +176,7 @@ class KatzModel:
         return tokens[order], probs[order]
 
     def _chain(self, context: IntArray) -> list[tuple[_Level, slice, float]]:
-        """Returns continuations and back-off weights of the seen suffixes, shortest first."""
+        """Returns (table, rows, back-off weight) of the context's seen suffixes, shortest first."""
         tail = context[max(0, len(context) - self.order + 1) :].tolist()
         chain: list[tuple[_Level, slice, float]] = []
         for length in range(1, len(tail) + 1):
@@ -223,8 +223,8 @@ class NGramSource(TokenSource):
     """Proposes continuations of each node's last ``order - 1`` tokens by a Katz n-gram model.
 
     This is the draft2 of Staged Speculative Decoding, section 3.2. Without ``katz``, trigrams of
-    the pair's token samples are counted. ``sample`` returns sampled candidates and their
-    distribution, for verifiers that need ``draft_probs``.
+    the pair's token samples are counted. With ``sample``, candidates are sampled and come with
+    their distribution, for verifiers that need ``draft_probs``.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ class MixtureSource(CombinedSource):
     """Calls its sources in order and merges their candidates by mixture probability.
 
     With weights w_i, renormalised at each node over the sources with candidates, a token has
-    probability sum_i w_i p_i, where p_i is 0 for a source that did not propose it (a lower bound,
-    since only its best candidates are known). Its origin is the source with the largest w_i p_i.
+    probability sum_i w_i p_i, where p_i is 0 for a source that did not propose it (a lower bound:
+    only a source's best candidates are known). Its origin is the source with the largest w_i p_i.
 
     Args:
         sources: at least one, the cheapest first; they must not be used elsewhere.
@@ -30,7 +30,7 @@ class MixtureSource(CombinedSource):
             every source returns its distribution.
 
     Attributes:
-        members: the single sources, for policies that choose one; each sets the origin of its
+        members: each source alone, for policies that choose one; it sets the origin of its
             candidates to its index.
     """
 
@@ -121,7 +121,7 @@ def _sampled(
 
 
 def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
-    """Returns the ``k`` most probable candidates per node, adding probabilities of equal tokens."""
+    """Returns the ``k`` most probable tokens per node, adding up the sources' shares of each."""
     merged = Candidates.empty(len(weights), k)
     origins = np.zeros(merged.tokens.shape, np.int64)
     for row, row_weights in enumerate(weights):

@@ -1,10 +1,10 @@
-"""Token sources that run a model: their bases, for heads of the target too, and the draft model.
+"""Token sources that run a model: base classes, also for heads of the target, and the draft.
 
-``guess_draw`` ranks a draft's candidates by the target's own draw (Staged Speculative Decoding,
-future work 1): under ``match`` the target's next token is the inverse CDF of its distribution at a
-keyed draw u. Accepted tokens are the target's own, so using that draw to rank candidates does not
-change the output. The draft's CDF differs from the target's, so the draft's token at u may be
-wrong.
+The option ``guess_draw`` (Staged Speculative Decoding, future work 1) ranks a draft's candidates by
+the number u with which the target samples: under ``match`` the target's next token is the inverse
+CDF of its distribution at u, and u depends only on seed, prompt and position. Accepted tokens are
+the target's own, so ranking candidates by u does not change the output. The draft's CDF differs
+from the target's, so the draft's token at u may be wrong.
 
 Shape letters: W nodes, C entries that a pass computes, U draft vocabulary, V vocabulary of the
 target, S tokens of positive probability, K candidates.
@@ -49,12 +49,12 @@ _SPARE_NODES = 64  # entries of a new cache beyond the longest sequence; it grow
 
 
 class ModelSource(TokenSource):
-    """Turns logits into the most probable tokens, or into samples with their distribution.
+    """Base of sources that turn logits into their most probable tokens or into samples.
 
     Args:
         sample: sample candidates without replacement from the draft's distribution after the
             target's sampling transform, and return that distribution (for rejection verifiers).
-        label: key of the passes in ``SourceCounters.by_level``. Default: none.
+        label: name under which ``SourceCounters.by_level`` counts the passes. Default: not counted.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelSource(TokenSource):
         self.needs, self.vocab_size, self.gives_probs = needs, vocab_size, sample
         self.counters = SourceCounters(by_level={} if label is None else {label: 0})
         self._token_ids: IntArray | None = None
-        """int64[U]: the target's ids of the columns of ``_proposed_logits``; None: the same."""
+        """int64[U]: target's id of each column of ``_proposed_logits``; None: the column index."""
 
     def _candidates(self, state: DecodeState, nodes: Nodes, logits: Tensor, k: int) -> Candidates:
         """Returns candidates of W nodes from their logits [W, U]."""
@@ -91,8 +91,8 @@ class ModelSource(TokenSource):
         logits_of: Callable[[IntArray], Tensor],
         k: int,
     ) -> Candidates:
-        """Returns candidates of W nodes, computed once for all nodes of a request with the same
-        ``keys``, int64[W] each. ``logits_of`` returns the logits [.., U] of packed rows.
+        """Returns candidates of W nodes, computed once for all nodes of a request that are equal in
+        all ``keys``, int64[W] each. ``logits_of`` returns the logits [.., U] of nodes by index.
         """
         if any(state.requests[i].sampling.needs_history for i, _ in nodes.items):
             keys = [np.arange(len(nodes))]
@@ -130,7 +130,7 @@ class ModelSource(TokenSource):
         return logits
 
     def _proposed_logits(self, logits: Tensor) -> Tensor:
-        """Selects of logits [W, U] the columns of tokens that the source can propose; here all."""
+        """Returns the columns of logits [W, U] for tokens that the source can propose; here all."""
         return logits
 
     def _count(self, num_rows: int, num_catch_up: int = 0) -> None:
@@ -149,7 +149,7 @@ class PassWork:
         wanted: int64[W], ids of the cache entries whose logits are needed, in the order of the
             nodes to expand; an id may occur twice.
         prefix: committed tokens that are missing in the cache.
-        entries: the C entries to compute.
+        entries: the C tree entries to compute, parents before children.
     """
 
     request: RequestState
@@ -164,22 +164,21 @@ class PassWork:
 
 
 class CachedModelSource(ModelSource):
-    """A model with a KV cache per request.
+    """Base of sources that run a model with a KV cache per request.
 
-    One ``expand`` is one packed pass over the nodes of all requests and their ancestors that are
-    not in the caches, preceded by the committed tokens that are missing. Nodes for which
-    ``_can_expand`` is false get no candidates. A commit moves accepted entries into the cache's
-    prefix.
+    One ``expand`` is one pass over the nodes of all requests, with those of their ancestors and of
+    the committed tokens that the caches lack. Nodes for which ``_can_expand`` is false get no
+    candidates. A commit moves accepted entries into the cache's prefix.
 
     Args:
         runner: has ``new_cache``, ``forward`` and ``max_positions``.
         sample: see ``ModelSource``.
         prefill_chunk: maximum number of prompt rows per request and pass.
-        work: the kind of pass by which a latency profile prices it.
+        work: kind of work that a pass is for the clock, which charges it by the latency profile.
     """
 
     _shares_entries = False
-    """Whether several nodes may share a cache entry; its logits are then kept while it lives."""
+    """Whether nodes may share a cache entry, whose logits are then stored as long as it is."""
 
     def __init__(
         self,
@@ -227,7 +226,7 @@ class CachedModelSource(ModelSource):
     # Rows to compute.
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W]: whether the model can continue the nodes (here: has their positions)."""
+        """Returns bool[W]: whether the model can continue each node; here, has its position."""
         tree = request.tree
         can: BoolArray = tree.positions[tree.slots(ids)] < self._runner.max_positions
         return can
@@ -239,7 +238,7 @@ class CachedModelSource(ModelSource):
         return PassWork(request, cache, ids, prefix, entries)
 
     def _missing(self, request: RequestState, ids: IntArray) -> IntArray:
-        """Returns int64[C], sorted: slots of nodes and ancestors that the cache does not have."""
+        """Returns int64[C], sorted: slots of the nodes and their ancestors that the cache lacks."""
         tree, cache, stored = request.tree, self._caches[request.id], self._logits[request.id]
         slots, entered = tree.slots(ids), cache.has(ids)
         assert (slots >= 0).all(), f"nodes {ids} of request {request.id} are not in the tree"
@@ -255,7 +254,7 @@ class CachedModelSource(ModelSource):
     def _compute(
         self, state: DecodeState, selected: Sequence[tuple[RequestState, IntArray]]
     ) -> Tensor:
-        """Returns logits [W, U] of the nodes (request, ids) to expand, in packed order."""
+        """Returns the logits [W, U] of the nodes ``selected``, in the order of requests and ids."""
         works = [self._plan(request, ids) for request, ids in selected]
         active = [work for work in works if len(work.ids)]
         self._catch_up(state, active)
@@ -276,7 +275,7 @@ class CachedModelSource(ModelSource):
         return torch.stack(rows)
 
     def _catch_up(self, state: DecodeState, works: Sequence[PassWork]) -> None:
-        """Computes missing committed tokens while they and the nodes exceed one chunk."""
+        """Runs passes over missing committed tokens until they and the nodes fit in one chunk."""
         chunk = self._chunk
         while behind := [w for w in works if len(w.prefix) and len(w.prefix) + len(w.ids) > chunk]:
             rows = [work.cache.rows(prefix_tokens=work.prefix[:chunk]) for work in behind]
@@ -287,7 +286,7 @@ class CachedModelSource(ModelSource):
                 work.prefix = work.prefix[chunk:]
 
     def _forward(self, state: DecodeState, works: Sequence[PassWork]) -> Tensor:
-        """Runs one pass over missing tokens and entries; returns the entries' logits [sum C, U]."""
+        """Runs one pass over missing tokens and entries; returns the entries' logits [.., U]."""
         rows: list[Rows] = []
         is_entry: list[BoolArray] = []
         for work in works:
@@ -305,11 +304,11 @@ class CachedModelSource(ModelSource):
 
 
 FAR_SHARE = 0.05
-"""Weight of the draft's own probability in the scores, which does not depend on u."""
+"""Weight in ``near_draw`` of a token's own draft probability, whatever the random number is."""
 
 
 def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
-    """Returns float64[W]: the draws with which the target selects the tokens after W nodes."""
+    """Returns float64[W]: the numbers with which the target samples its token after each node."""
     uniforms = []
     for request_id, ids in nodes.items:
         tree = state.requests[request_id].tree
@@ -327,14 +326,14 @@ def near_draw(
     *,
     spread: float,
 ) -> Candidates:
-    """Ranks the draft's tokens by their probability near the target's draw u.
+    """Ranks the draft's tokens by how near they are, in its CDF, to the target's random number u.
 
     It assumes that the edges of the draft's CDF are off by a random amount with density exp(-abs(x)
     / spread) / (2 spread). A token's score is the probability that its interval, moved by that
     amount, contains u, plus a small share of the token's own probability.
 
-    Returns the ``k`` best candidates of each node, or fewer if few pass the filters. The transform
-    is not greedy; ``uniforms``, float64[W], are the target's draws.
+    Returns the ``k`` best candidates of each node, or fewer if fewer tokens pass top-k and top-p.
+    The transform must not be greedy; ``uniforms``, float64[W], has u for each node.
     """
     law = transform.distribution(logits, histories)
     ids, probs = (law.ids, law.values) if isinstance(law, SupportProbs) else (None, law)
@@ -367,12 +366,12 @@ class DraftModelSource(CachedModelSource):
     The model has its own KV cache. Nodes beyond its maximum position get no candidates.
 
     Args:
-        runner: runs all layers of the model; or a function from name to runner.
-        model: the model's name, by which a latency profile prices its passes.
+        runner: runs all layers of the model; or a function from a model's name to its runner.
+        model: the model's name; a pass takes that model's time in a latency profile.
         sample, prefill_chunk: see ``CachedModelSource``.
-        guess_draw: rank candidates by the draw with which the target will select its token (Staged
-            Speculative Decoding, future work 1). Lossless under ``match``.
-        guess_spread: with ``guess_draw``: expected error of the draft's CDF at the draw
+        guess_draw: rank candidates by the random number with which the target will sample its token
+            (Staged Speculative Decoding, future work 1). Lossless under ``match``.
+        guess_spread: with ``guess_draw``: expected error of the draft's CDF at that number
             (``near_draw``).
     """
 

@@ -13,13 +13,13 @@ _SCORES, _SILENT = 0, 3  # streams of the hash
 class RandomSource(TokenSource):
     """Proposes random candidates, to test losslessness with bad drafts.
 
-    The candidates come from a keyed hash of the node's token path, so they are the same for every
-    strategy.
+    A node's candidates depend only on the seed, the request and the tokens up to the node, so every
+    strategy gets the same ones.
 
     Args:
         sample: sample candidates from a random distribution and return it (for rejection
-            verifiers).
-        silence: fraction of nodes without candidates.
+            verifiers); else take its most probable tokens.
+        silence: fraction of nodes without candidates, unless they are sampled.
     """
 
     @validated
@@ -57,14 +57,14 @@ class RandomSource(TokenSource):
         return float(hash_uniform(self._seed, stream, request_id, _digest(path)))
 
     def _probs(self, request_id: int, path: IntArray) -> FloatArray:
-        """Returns float64[V]: a random positive distribution with a few probable tokens."""
+        """Returns float64[V]: a random positive distribution in which few tokens are probable."""
         digest, vocabulary = _digest(path), np.arange(self._num_tokens)
         drawn = hash_uniform(self._seed, _SCORES, request_id, digest, vocabulary)
         weights = (1.0 - drawn) ** -1.0  # a heavy tail: few tokens have most of the probability
         return weights / weights.sum()
 
     def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
-        """Returns how many of a node's candidates ``tokens`` are proposed; may change them."""
+        """Returns how many of a node's candidates are proposed: all, or none at a silent node."""
         silent = self._silence and self._draw(_SILENT, request.id, path) < self._silence
         return 0 if silent else len(tokens)
 

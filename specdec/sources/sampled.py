@@ -7,11 +7,11 @@ from specdec.types import Candidates, Nodes
 
 
 def sampled_candidates(state: DecodeState, nodes: Nodes, probs: Probs, k: int) -> Candidates:
-    """Samples up to ``k`` different children per node from ``probs``, float64[W, V].
+    """Samples up to ``k`` different children of each node from its row of ``probs``, float64[W, V].
 
-    They are drawn in turn without replacement. The draw of sibling j of a node at position p has
-    the key (prompt, p + 1, DRAFT, j). It does not depend on the order in which nodes are expanded,
-    and differs from the draws of acceptance tests.
+    They are drawn one after the other without replacement. The random number for child j of a node
+    at position p depends only on seed, prompt, p + 1, ``Purpose.DRAFT`` and j: not on the order in
+    which nodes are expanded. Acceptance tests use other, independent numbers.
     """
     k = min(k, probs.shape[1])
     uniforms = []

@@ -1,7 +1,7 @@
-"""Sources that copy from text: prompt lookup, and suffix decoding with a cache of requests.
+"""Sources that copy tokens from earlier text: the request's own, or also that of finished requests.
 
-A cache is saved as an archive of arrays: ``tokens`` (all sequences, oldest first), ``lengths`` and
-``num_prompt``. Shape letters: W nodes, T tokens of a text.
+A saved cache is an archive of arrays: ``tokens`` (all sequences, oldest first), ``lengths`` (of the
+sequences) and ``num_prompt`` (of their prompts). Shape letters: W nodes, T tokens of a text.
 """
 
 from collections.abc import Sequence
@@ -32,21 +32,20 @@ _PRIOR_SCALE = 2.0
 _MAX_BIN = 32
 
 Match = tuple[int, int]
-"""(state of an automaton, number of tokens that match)."""
+"""(State of a ``SuffixAutomaton``, number of tokens): a suffix of a path that occurs in a text."""
 
 
 class SuffixAutomaton:
-    """All substrings of a growing token sequence, or of several, with their occurrences.
+    """Finds all substrings of a growing token sequence, or of several, and counts them.
 
     Blumer et al. 1985 (one text), Blumer et al. 1987 (several). A *state* represents all substrings
     with the same end positions; ``length`` is the length of the longest of them, and ``link`` the
-    state of its longest suffix with additional end positions. Removing a sequence only lowers the
-    counts; a state of count 0 is skipped by every query and takes memory until the automaton is
-    built again.
+    state of its longest suffix with additional end positions. ``remove`` only lowers counts:
+    queries skip a state whose ``count`` is 0, and it takes memory until a new automaton is built.
 
     Attributes:
         size: number of appended tokens, including removed ones.
-        next: per state: token -> state.
+        next: per state: token -> state of the strings followed by that token.
         link: per state: linked state; -1 at the root (the empty string).
         count: per state: number of occurrences of its strings.
         last: per state: position of the last token of the latest occurrence.
@@ -64,8 +63,8 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Appends a token, in amortised constant time except for the counts.
 
-        Counting the suffixes takes one step per distinct set of end positions among them: few steps
-        in text, up to size / period for periodic sequences.
+        Counting takes one step per distinct set of end positions of the suffixes: few steps in
+        ordinary text, up to size / period in periodic sequences.
         """
         following, link = self.next, self.link
         state = self._whole
@@ -106,19 +105,19 @@ class SuffixAutomaton:
         return after is not None and self.count[after] > 0
 
     def followers(self, state: int) -> dict[int, int]:
-        """Returns token -> number of occurrences after the strings; the latest counts twice."""
+        """Returns how often each token follows the state's strings; the latest counts twice."""
         count, last = self.count, self.last
         following = {t: after for t, after in self.next[state].items() if count[after]}
         latest = max((last[after] for after in following.values()), default=0)
         return {t: count[after] + (last[after] == latest) for t, after in following.items()}
 
     def suffix(self, max_length: int) -> tuple[int, int]:
-        """Returns (state, length) of the longest suffix that also occurred earlier."""
+        """Returns the longest suffix that occurred before, cut to ``max_length``: a ``Match``."""
         state = max(self.link[self._whole], 0)
         return self._cut(state, self.length[state], max_length)
 
     def advance(self, state: int, length: int, token: int, max_length: int) -> tuple[int, int]:
-        """Returns (state, length) of the longest match after ``token``, which is not appended."""
+        """Returns the longest suffix of a match plus ``token`` that occurs, as a new match."""
         while state >= 0 and not self.has(state, token):
             state = self.link[state]
             length = min(length, self.length[state]) if state >= 0 else 0
@@ -157,10 +156,10 @@ class SuffixAutomaton:
 
 
 class Confidence:
-    """Probability that the continuations of a match contain the next token, by match length.
+    """Estimates how probably a match's continuations contain the next token, by its length.
 
-    It is a running success rate per length. Its initial value, length / (length + 2), has the
-    weight of 4 trials.
+    The estimate is the success rate so far at that length. Its initial value, length / (length +
+    2), has the weight of 4 trials.
     """
 
     def __init__(self) -> None:
@@ -179,12 +178,12 @@ class Confidence:
 
 
 class TreeMatches:
-    """For the nodes of one request, the longest suffix of their path that occurs in a text.
+    """Finds, for each node of one request, the longest suffix of its path that a text contains.
 
-    The text is that of ``automaton``: the request's own (``extend`` appends to it) or one of other
-    requests (``follow`` leaves it as it is). ``root`` is the match of the committed tokens.
-    ``confidence`` may be shared with other requests; matches longer than ``max_match`` tokens
-    count as this length, and those shorter than ``min_match`` are ignored.
+    ``automaton`` has the text: the request's own, to which ``extend`` appends, or that of other
+    requests, which ``follow`` does not change. ``root`` is the match of the committed tokens.
+    ``confidence`` may be shared with other requests; matches longer than ``max_match`` tokens count
+    as this length, and those shorter than ``min_match`` are ignored.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class TreeMatches:
         self.at_root((0, 0))
 
     def at_root(self, root: Match) -> None:
-        """Replaces the root's match, and drops those of nodes."""
+        """Sets the root's match, and forgets the stored matches of the nodes."""
         self.root = root
         self._nodes: dict[int, Match] = {}  # node id -> match
 
@@ -212,21 +211,21 @@ class TreeMatches:
             self.confidence.observe(length, self.automaton.has(state, token))
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends committed tokens to the text, which is the request's own."""
+        """Appends committed tokens to the text (the request's own) and updates the root's match."""
         for token in tokens:
             self.observe(token)
             self.automaton.append(token)
             self.at_root(self.automaton.suffix(self._max))
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Moves the root's match past tokens that are not part of the text."""
+        """Updates the root's match after committed tokens, which are not appended to the text."""
         root = self.root
         for token in tokens:
             root = self.automaton.advance(*root, token, self._max)
         self.at_root(root)
 
     def match(self, tree: TokenTree, slot: int) -> Match:
-        """Returns the longest match of a suffix of the path to the node at ``slot``."""
+        """Returns the longest suffix of the path to the node at ``slot`` that the text contains."""
         if (parent := int(tree.parents[slot])) == NO_NODE:
             return self.root
         node_id = int(tree.ids[slot])
@@ -241,10 +240,10 @@ def continuations(
 ) -> list[tuple[float, int]]:
     """Returns (probability, token) of at most ``k`` continuations of a node, best first.
 
-    A match of length L gives the share c(L) of the remaining probability (its ``Confidence``) to
-    its continuations, in proportion to their occurrences with the most recent one counted twice,
-    and leaves the rest to shorter matches. Of several texts, the match with the highest c(L) comes
-    next; if equal, the earlier text.
+    Matches are used in turn, each time the one with the highest ``Confidence`` c among ``texts``
+    (if equal, of the earlier text). It gives the share c of the remaining probability to its
+    continuations, in proportion to their occurrences with the most recent one counted twice; its
+    text then continues with the next shorter match.
     """
     matches = [(text, *text.match(tree, slot)) for text in texts]
     remaining = 1.0
@@ -269,17 +268,17 @@ def continuations(
 
 
 class CachedText(NamedTuple):
-    """Tokens of a finished request, int64[T]: ``num_prompt`` of the prompt, then the output."""
+    """The tokens of a finished request, int64[T]: ``num_prompt`` prompt tokens, then the output."""
 
     tokens: IntArray
     num_prompt: int
 
 
 class SuffixCache:
-    """The latest finished requests, at most ``max_tokens`` tokens of them.
+    """Stores the texts of the latest finished requests, at most ``max_tokens`` tokens in all.
 
-    The automaton has at most twice as many tokens, including removed ones. Rebuilding it replaces
-    the object.
+    Evicted tokens stay in ``automaton`` until it has more than 2 ``max_tokens`` tokens; then a new
+    automaton of the stored texts replaces it.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -289,7 +288,7 @@ class SuffixCache:
         self.texts: list[CachedText] = []
 
     def add(self, text: CachedText) -> None:
-        """Adds a request, evicting the oldest ones; keeps only the last tokens of one too long."""
+        """Adds a request and evicts the oldest; a text that is too long loses its first tokens."""
         cut = max(0, len(text.tokens) - self._max_tokens)
         if cut:
             text = CachedText(text.tokens[cut:], max(0, text.num_prompt - cut))
@@ -331,10 +330,10 @@ class SuffixCache:
 
 
 def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -> list[CachedText]:
-    """Returns the requests of a saved cache, oldest first; ``key`` names the file in messages.
+    """Reads the requests of a saved cache, oldest first; ``key`` is the option's name in messages.
 
     Raises:
-        UserError: no such file, not a cache, another version or vocabulary, or a damaged cache.
+        UserError: the file is missing, damaged, no cache, or of another version or vocabulary.
     """
     at = f"{key}={path}"
     head, arrays = FORMAT.read(path, at)
@@ -359,13 +358,13 @@ def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -
 
 
 class PromptLookupSource(TokenSource):
-    """Proposes what followed earlier occurrences of the last tokens in prompt and output.
+    """Proposes the tokens that followed earlier occurrences of a node's last tokens in its request.
 
-    It needs no model and no corpus. Nodes without a match of ``min_match`` tokens get none.
+    It needs no model or corpus. Nodes without a match of ``min_match`` tokens get no candidates.
 
     Args:
         min_match: minimum number of matching tokens.
-        max_match: maximum number; longer matches count as this length.
+        max_match: maximum number of matching tokens; longer matches count as this length.
     """
 
     @validated
@@ -409,7 +408,7 @@ class PromptLookupSource(TokenSource):
         return [self._own[request_id]]
 
     def _new(self, commits: Sequence[Commit]) -> list[Commit]:
-        """Returns the commits of open requests that continue their texts; drops repeated ones."""
+        """Returns the commits of open requests, without those that were applied before."""
         return [
             commit
             for commit in commits
@@ -419,10 +418,10 @@ class PromptLookupSource(TokenSource):
 
 
 class SuffixSource(PromptLookupSource):
-    """Proposes continuations of each node's longest matches, in its request and in finished ones.
+    """Proposes what followed a node's last tokens earlier, in its own or in finished requests.
 
-    This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). Each of the two texts gives a node's
-    match to the continuations that followed it, by frequency and by how often matches of that
+    This is SuffixDecoding (Oliaro et al., arXiv 2411.04975). In each text, what followed the
+    longest matching suffix of a node's path is scored by frequency and by how often matches of that
     length were right (``suffix.continuations``). A text is used down to a depth of ``factor`` times
     the length of the root's match in it, at most ``max_depth`` (SuffixDecoding 3.2: MAX_SPEC =
     alpha p), so long matches make long drafts.
@@ -432,16 +431,16 @@ class SuffixSource(PromptLookupSource):
     used: the cache depends on the order in which requests finish, and so would the output.
 
     Args:
-        vocab_size: of the target, for saved caches.
+        vocab_size: size of the target's vocabulary, stored in saved caches.
         min_match: minimum number of matching tokens.
-        max_match: maximum number; longer matches count as this length.
+        max_match: maximum number of matching tokens; longer matches count as this length.
         factor: draft tokens per matching token (the paper's alpha).
         max_depth: maximum number of draft tokens.
         max_tokens: maximum number of cached tokens; the oldest requests are evicted.
         repeats: also propose what followed when exactly the same prompt was decoded before. False:
-            such requests are removed when the prompt is opened again, so that warm-up and repeated
-            measurements do not copy their own output.
-        path: cache that an earlier run has saved. Default: start empty.
+            requests with that prompt are removed from the cache when it is opened again, so that
+            warm-up and repeated measurements do not copy their own output.
+        path: file of a cache that an earlier run has saved. Default: start empty.
         save: file that the cache is written to whenever no request is open. Default: none.
     """
 
@@ -486,7 +485,7 @@ class SuffixSource(PromptLookupSource):
         super().commit(commits, output)
 
     def close(self, request_id: int) -> None:
-        """Moves the request's text to the cache; saves it if no other request is open."""
+        """Moves the request's text to the cache; saves the cache if no other request is open."""
         if request_id not in self._cached:
             return
         request, own = self._cached.pop(request_id)[0], self._own[request_id]
@@ -497,7 +496,7 @@ class SuffixSource(PromptLookupSource):
             self.cache.save(self._save, vocab_size=self.vocab_size)
 
     def _texts(self, request_id: int, depth: int) -> list[TreeMatches]:
-        """Returns the texts whose root match is long enough for children of a node at ``depth``."""
+        """Returns texts whose root match is long enough to propose below a node at ``depth``."""
         return [
             text
             for text in (self._own[request_id], self._cached[request_id][1])
@@ -505,7 +504,7 @@ class SuffixSource(PromptLookupSource):
         ]
 
     def _search_again(self) -> None:
-        """Finds the open requests' matches in the cache, which has changed."""
+        """Finds the open requests' root matches in the cache again, because it has changed."""
         for request_id, (request, matches) in self._cached.items():
             matches.automaton = self.cache.automaton
             matches.at_root((0, 0))

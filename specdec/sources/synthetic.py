@@ -1,10 +1,10 @@
 """A target and a draft without models (``model=synthetic``).
 
-Every request has a hidden target sequence, a keyed hash of (request, position). At each position
-the true next token has a *rank* among the draft's candidates. A keyed draw assigns each position to
-one of a few difficulty classes, and each class has its own distribution of ranks. The draft's
-candidate probabilities are that distribution, so the draft is confident where it is right. A
-recorded run is a special case with one class per recorded position (``pairs/recorded.py``).
+Every request has a given target sequence, a hash of seed, request and position. At each position
+the true next token has a *rank* among the draft's candidates. The hash also assigns each position
+to one of a few difficulty classes, each with its own distribution of ranks. The draft's candidate
+probabilities are that distribution, so the draft is confident where it is right. A recorded run is
+a special case with one class per recorded position (``pairs/recorded.py``).
 
 Shape letters: W nodes, K candidates, G groups of prompts, C classes of positions, D depths, M kept
 nodes, V vocabulary, n positions.
@@ -27,7 +27,7 @@ from specdec.state import DecodeState, RequestState
 from specdec.types import Candidates, Commit, FloatArray, IntArray, Nodes, Output
 
 MAX_RANK = 64
-"""Larger ranks are misses."""
+"""Number of ranks; a true token of a larger rank is not among the candidates (a miss)."""
 
 VocabSize = Annotated[int, Field(ge=4 * MAX_RANK)]
 Shares = Annotated[Sequence[Share], Field(min_length=1)]
@@ -42,28 +42,28 @@ _MAX_STALE = 4096  # number of node ids above which those of pruned nodes are dr
 
 
 class HiddenPair:
-    """Hidden target sequences and the draft's ranks of their tokens."""
+    """Base of pairs without models: target sequences, and the draft's ranks of their tokens."""
 
     vocab_size: int
     num_depths: int = 1
-    """Number of distances from the root with different ``ranks``; 1: the root does not matter."""
+    """Number of distances from the root with different ``ranks``; 1: distance has no effect."""
     class_logprobs: FloatArray
-    """float64[C, K]: log probabilities of the candidates by class, decreasing; -inf for none."""
+    """float64[C, K]: log probabilities of K candidates per class, decreasing; -inf for none."""
 
     def tokens(self, request_id: int, positions: IntArray) -> IntArray:
-        """Returns int64[n]: the hidden sequence of a request at absolute positions."""
+        """Returns int64[n]: the given target tokens of a request at absolute positions."""
         raise NotImplementedError
 
     def classes(self, request_id: int, positions: IntArray) -> IntArray:
-        """Returns int64[n]: the class of the token after each position."""
+        """Returns int64[n]: the difficulty class of the token after each position."""
         raise NotImplementedError
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """Returns int64[n]: number of candidates before the true token; K or more for a miss."""
+        """Returns int64[n]: how many candidates precede the true next token; at least K: a miss."""
         raise NotImplementedError
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """Returns int64[n]: number of true tokens that begin a chain below a root at the position.
+        """Returns int64[n]: number of true tokens that begin a chain below a root at each position.
 
         If it is not None, it replaces ``ranks``; for drafts that read the target's hidden states.
         """
@@ -72,7 +72,7 @@ class HiddenPair:
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Returns the first candidate and the class after nodes off the target's path, int64[n]."""
+        """Returns first candidate and class of each node off the target's path, int64[n] both."""
         raise NotImplementedError
 
 
@@ -100,15 +100,15 @@ class SyntheticPair(HiddenPair):
         decay: per class, exponent of the decrease over ranks 2 to 64.
         miss: per class, probability that the true token is not among the 64 candidates, given that
             it is not the first.
-        stay: per class, probability to keep it at the next position; empty: 0.
-        depth: added to the log odds of ``top1`` by distance from the root; the last entry applies
-            to all greater distances; empty: 0.
+        stay: per class, probability that the next position has the same class; empty: 0.
+        depth: numbers added to the log odds of ``top1``, one per distance from the root; the last
+            applies to all greater distances; empty: 0.
         group_shares: share of the prompts in each group; empty: one group.
         group_weights: the ``weights`` of each group, which replace ``weights``.
-        seed: key of sequences, classes and ranks.
+        seed: seed of sequences, classes and ranks.
 
     Attributes:
-        shares: float64[G, C], share of the positions of a prompt in each class.
+        shares: float64[G, C], expected share of a prompt's positions in each class, by group.
         class_probs: float64[C, 64], P_c(r) at depth 0; ``class_logprobs`` is its logarithm.
     """
 
@@ -145,7 +145,7 @@ class SyntheticPair(HiddenPair):
         self._class_edges = self.shares.cumsum(axis=1)[:, :-1]  # [G, C - 1]
 
     def _checked_weights(self) -> Sequence[Sequence[float]]:
-        """Returns the weights of each group."""
+        """Returns the weights of each group; ``ValueError`` if arguments do not fit each other."""
         lists = {name: getattr(self, name) for name in ("weights", "top1", "decay", "miss")}
         lists |= {"stay": self.stay} if self.stay else {}
         lists |= {f"group_weights[{g}]": row for g, row in enumerate(self.group_weights)}
@@ -162,7 +162,7 @@ class SyntheticPair(HiddenPair):
         return rows
 
     def _rank_law(self, odds: float) -> FloatArray:
-        """Returns P_c(r), float64[C, 64], at a depth that adds ``odds`` to the log odds."""
+        """Returns float64[C, 64]: probability of each rank; ``odds`` shift the first's log odds."""
         top1, decay, miss = (np.asarray(v, float) for v in (self.top1, self.decay, self.miss))
         if odds:
             factor = np.exp(odds)
@@ -214,17 +214,17 @@ class SyntheticPair(HiddenPair):
 
 
 def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
-    """Returns int64[n]: indices drawn with probabilities ``shares`` by uniform numbers."""
+    """Returns int64[n]: indices with probabilities ``shares``, by inverse CDF at ``uniform``[n]."""
     return np.searchsorted(np.cumsum(shares)[:-1], uniform, side="right")
 
 
 class _RequestTables:
-    """One request's sequence, classes and ranks by position, and its nodes on the target's path.
+    """One request's target tokens, classes and ranks by position, and its true nodes.
 
     Attributes:
         on_path: ids of nodes known to be on the target's path; pruned nodes are removed later.
-        expanded: ids of nodes that a draft's cache would have; pruned nodes are removed later.
-        cached_len: number of committed tokens that a draft's cache would have.
+        expanded: ids of nodes that a draft model's cache would have; pruned ones are removed later.
+        cached_len: number of committed tokens that a draft model's cache would have.
     """
 
     def __init__(self, pair: HiddenPair, request: RequestState) -> None:
@@ -237,7 +237,7 @@ class _RequestTables:
         self.reserve(request.num_prompt + request.stop.max_new_tokens)
 
     def reserve(self, last: int) -> None:
-        """Tabulates the positions up to the one after ``last``, if they are not yet."""
+        """Extends the tables to the position after ``last``, if they end before it."""
         if last + 1 < len(self.tokens):
             return
         pair, positions = self._pair, np.arange(last + _TABLE)
@@ -248,7 +248,7 @@ class _RequestTables:
         self._reach = pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
-        """Returns the number of candidates before the true token, after the true node."""
+        """Returns how many candidates of the true node at ``position`` precede the true token."""
         root = self.request.prefix_len
         if self._reach is None:
             return int(self._ranks[min(position - root, len(self._ranks) - 1)][position])
@@ -269,11 +269,11 @@ class _RequestTables:
 
 
 class SyntheticSource(TokenSource):
-    """The synthetic draft; counts and charges passes and rows as a draft model would.
+    """Proposes a synthetic draft's candidates; counts and times its passes as a draft model's.
 
     Args:
-        pair: the hidden sequences and the draft's ranks, or a model pair that has them.
-        model: the model's name, by which a latency profile prices its passes.
+        pair: target sequences and the draft's ranks of their tokens, or a pair that has both.
+        model: name of the imitated model; a pass takes that model's time in a latency profile.
         prefill_chunk: maximum number of prompt rows per pass.
     """
 
@@ -298,9 +298,9 @@ class SyntheticSource(TokenSource):
         self._tables[request.id] = _RequestTables(self._pair, request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Returns up to min(k, K) candidates of each node (K is 64, or as recorded).
+        """Returns up to min(k, K) candidates of each node; K is 64, or as recorded.
 
-        On the target's path the true token has its rank; elsewhere all candidates are wrong.
+        At a node on the target's path the true next token has its rank; elsewhere none is true.
         """
         state.clock.start(CONTROLLER)  # no model call marks the start of the work
         k = min(k, len(self._offsets))
@@ -343,7 +343,7 @@ class SyntheticSource(TokenSource):
     def _propose(
         self, tables: _RequestTables, slots: IntArray, k: int
     ) -> tuple[IntArray, IntArray]:
-        """Returns tokens int64[W, k] and classes int64[W]."""
+        """Returns candidates int64[W, k] and classes int64[W] of the nodes ``slots``, int64[W]."""
         tree = tables.request.tree
         positions, node_tokens = tree.positions.take(slots), tree.tokens.take(slots)
         tables.reserve(int(positions.max()))

@@ -17,15 +17,15 @@ from specdec.types import NO_NODE, BoolArray, Commit, IntArray, Needs, Output, T
 
 
 class TranslatedSource(CachedModelSource):
-    """Proposes the tokens of a draft with another tokenizer that the target's vocabulary has too.
+    """Proposes tokens of a draft with another tokenizer that the target's vocabulary also has.
 
     This is token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft's
     distribution is renormalised over the intersection, so rejection sampling is exact for it. A
     node has no candidates if its text ends inside a character that the draft cannot write, or
-    beyond the draft's positions. Counted rows are draft tokens; catch-up rows are final ones.
+    beyond the draft's positions. Counted rows are draft tokens; catch-up rows are committed ones.
 
     Args:
-        pair: the model pair, with the draft of ``model.translated``.
+        pair: the model pair, with the draft that ``model.translated`` names.
         meter: counts the passes as "translated".
         sample, prefill_chunk: see ``CachedModelSource``.
 
@@ -81,7 +81,7 @@ class TranslatedSource(CachedModelSource):
         return np.array([text.can_draft(end, most) for end in ends], np.bool_)
 
     def _plan(self, request: RequestState, ids: IntArray) -> PassWork:
-        """Returns the rows of a pass that expands the nodes; its entries are trie nodes."""
+        """Returns what a pass computes to expand the nodes; its entries are trie nodes."""
         text, cache = self._texts[request.id], self._caches[request.id]
         stored = self._logits[request.id]
         leaves = [end.leaf for end in text.ends(request.tree, ids)]
@@ -98,10 +98,10 @@ class TranslatedSource(CachedModelSource):
 
 
 class TextEnd(NamedTuple):
-    """Where a target node's text ends in the trie.
+    """Where the text of a target node ends in the trie of draft tokens (``DraftText``).
 
     Attributes:
-        anchor: trie node before the tail; its tokens and those above are final.
+        anchor: trie node before ``tail``; no further text changes its token or those above it.
         tail: draft tokens that further text may change.
         leaf: trie node of the last draft token.
     """
@@ -118,7 +118,7 @@ class _TrieNode(NamedTuple):
 
 
 class DraftText:
-    """A request's text in draft tokens: the final ones, and a trie of those that may change.
+    """A request's text in draft tokens: a list of final ones, and a trie of those that may change.
 
     Several target nodes may end in the same draft token (the same text by other target tokens), and
     one target node may need several draft tokens, so the draft's cache has entries per trie node.
@@ -126,7 +126,7 @@ class DraftText:
 
     Attributes:
         final: draft tokens of the committed text that no further text changes.
-        root: the end of the target tree's root, which is the last token of the prompt at first.
+        root: end of the text of the target tree's root, which at first is the last prompt token.
     """
 
     def __init__(self, translation: Translation, prompt: Iterable[int]) -> None:
@@ -148,7 +148,7 @@ class DraftText:
         return [self._text_end(tree, slot) for slot in slots.tolist()]
 
     def _text_end(self, tree: TokenTree, slot: int) -> TextEnd:
-        """Finds the end of a target node's text, from the nearest ancestor with a known one."""
+        """Finds the end of a target node's text, from the nearest ancestor whose end is known."""
         if slot == 0:
             return self.root
         node = int(tree.ids[slot])
@@ -158,7 +158,7 @@ class DraftText:
         return self._ends[node]
 
     def can_draft(self, end: TextEnd, max_positions: int) -> bool:
-        """Whether the draft can continue a text: it has tokens, and no character is unfinished."""
+        """Whether the draft's tokens write the whole text and lie within the draft's positions."""
         whole = bool(end.tail.tokens) and not end.tail.rest
         return whole and self._nodes[end.leaf].position < max_positions
 
@@ -166,7 +166,7 @@ class DraftText:
         return self._end_of(end.anchor, self._translation.extended(end.tail, token))
 
     def _end_of(self, anchor: int, tail: Tail) -> TextEnd:
-        """Adds the tail's tokens below ``anchor``, and moves the anchor past the final ones."""
+        """Adds a tail below ``anchor``; returns the end, with the anchor after the final tokens."""
         final = self._translation.num_final(tail.tokens)
         leaf = anchor
         for number, token in enumerate(tail.tokens):
@@ -215,7 +215,7 @@ class DraftText:
     # Commits.
 
     def commit(self, commit: Commit) -> Commit:
-        """Advances the root, drops what left the tree, and returns the commit in trie nodes."""
+        """Moves the root, drops text of pruned nodes, and returns the commit in trie node ids."""
         ids = [*commit.retired_ids[1:].tolist(), commit.root_id]
         end = self.root
         for node, token in zip(ids, commit.new_tokens, strict=True):
@@ -237,7 +237,7 @@ class DraftText:
         )
 
     def _path(self, node: int) -> list[int]:
-        """Returns the trie nodes from the first one that was not final down to ``node``."""
+        """Returns the trie nodes from the first whose token was not final down to ``node``."""
         path: list[int] = []
         while node != self._end:
             path.append(node)
@@ -245,7 +245,7 @@ class DraftText:
         return path[::-1]
 
     def _live(self, retired: Sequence[int]) -> list[int]:
-        """Drops trie nodes that no text needs; returns the others, sorted."""
+        """Drops retired trie nodes and those that no text needs; returns the others, sorted."""
         for node in retired:
             self._drop(node)
         live = self.missing([p.leaf for p in (self.root, *self._ends.values())], set())

@@ -30,7 +30,7 @@ class Collective:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disables communication inside the block: shapes stay right, values do not."""
+        """Disables communication in a ``with`` block: results have right shapes, wrong values."""
         self._paused = True
         try:
             yield
@@ -40,10 +40,10 @@ class Collective:
     def add(self, tensor: Tensor) -> Tensor:
         """Returns the sum over all ranks, in the dtype of ``tensor``.
 
-        Parts are sent in their own dtype and added in rank order (16-bit ones in float32, rounded
-        once), so every rank gets the same bits, whatever an element's index and the number of rows.
-        Small tensors are sent whole to every rank, large ones as slices, each summed by one rank,
-        with the same bits.
+        The ranks' tensors are sent in their own dtype and added in rank order (16-bit ones in
+        float32, rounded once), so every rank gets the same bits, whatever an element's index and
+        the number of rows. Small tensors are sent whole to every rank; of large ones, each rank
+        sums a slice, which gives the same bits.
         """
         if self._paused or self.size == 1:
             return tensor

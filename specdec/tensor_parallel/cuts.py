@@ -38,7 +38,7 @@ class Cut:
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
     def of(self, full: Any, dtype: torch.dtype) -> Tensor:
-        """Returns the share of a tensor (or a view of it), or reads it from a safetensors slice."""
+        """Returns this share of ``full``, a tensor (maybe as a view) or a safetensors slice."""
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if len(self.pieces) == 1 and not self.pieces[0].pad:
             return torch.as_tensor(self._read(full, self.pieces[0])).to(dtype)
@@ -59,7 +59,7 @@ class Cut:
 
 
 def even(total: int, *, rank: int, size: int) -> Piece:
-    """Returns one rank's part of an even split; the last parts are padded with zeros."""
+    """Returns a rank's piece of an even split over ``size`` ranks; the last pieces are padded."""
     width = -(-total // size)
     start, stop = min(rank * width, total), min((rank + 1) * width, total)
     return Piece(start, stop, width - (stop - start))
@@ -67,14 +67,14 @@ def even(total: int, *, rank: int, size: int) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """The attention heads of one rank; pieces are counted in heads, ``group_size`` in query heads
-    per key/value head.
+    """The attention heads of one rank: pieces of query heads and of key/value heads, counted in
+    heads. ``group_size`` is the number of query heads per key/value head.
 
-    Groups (a key/value head and its query heads) are assigned in order, equally many per rank; the
-    last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection adds
-    nothing. Each group is first split into parts with the same key/value head, as many as give a
-    rank the fewest heads. SwiftSpec pads query heads alone: 64 heads in 8 groups on 6 ranks are 11
-    per rank there, and here 12 with 3 key/value heads.
+    Each group (a key/value head and its query heads) is split into parts with copies of the same
+    key/value head, as many as give a rank the fewest heads. Ranks get equally many parts, in order;
+    the last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection
+    adds nothing. For 64 heads in 8 groups on 6 ranks, a rank has 11 heads in SwiftSpec, which
+    pads query heads alone, and here 12 heads with 3 key/value heads.
     """
 
     query: tuple[Piece, ...]

@@ -23,8 +23,8 @@ class _Share(nn.Module):
     """One rank's share of a linear layer; sharded parameters are meta tensors until assigned."""
 
     def __init__(self, module: Any, cuts: Mapping[str, Cut]) -> None:
-        """Copies the hooks of ``module`` and the parameters that ``cuts`` does not name; [I, O]
-        (GPT-2) keeps its order.
+        """Takes over hooks of ``module``, and its parameters that ``cuts`` does not name. Weights
+        stored as [I, O] (GPT-2) keep this order.
         """
         super().__init__()
         self.weight: Tensor
@@ -44,11 +44,11 @@ class _Share(nn.Module):
 
 
 class ColumnLinear(_Share):
-    """A share of a layer's outputs: [R, I] -> [R, share], or [R, O] if shares are gathered."""
+    """Computes one rank's share of outputs: [R, I] -> [R, share], or all, [R, O], if gathered."""
 
     gathered: tuple[Collective, int] | None = None
-    """(group, O) if every rank needs all outputs. Padding is at the end of the last ranks' shares,
-    so the first O gathered outputs are the layer's.
+    """(group, O) if every rank needs all outputs, else None. Padding is at the end of the last
+    ranks' shares, so the first O gathered outputs are the layer's.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class ColumnLinear(_Share):
 
 
 class RowLinear(_Share):
-    """A share of a layer's inputs: [R, share] -> [R, O], summed over the group, plus bias."""
+    """Multiplies one rank's share of inputs, [R, share], sums over the group, adds bias: [R, O]."""
 
     group: Collective
     split: Piece | None = None
-    """The share of the inputs if every rank receives all of them; None if they arrive sharded."""
+    """This rank's range of inputs if every rank receives all of them; None if they come sharded."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.split is not None:

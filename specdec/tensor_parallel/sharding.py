@@ -1,8 +1,8 @@
 """Shards a model: replaces the linear layers of transformers' modules by one rank's shares.
 
 All other code is transformers', on smaller matrices; attention derives its number of heads from the
-projections' outputs. Embeddings are replicated. Which layers are cut is in sharding plans: those of
-transformers, and our own for families without one. Styles have transformers' names: ``colwise``
+projections' outputs. Embeddings are replicated. A sharding plan says how each layer is cut: that of
+transformers, or our own for families without one. Styles have transformers' names: ``colwise``
 (shards the outputs), ``rowwise`` (shards the inputs and sums), ``colwise_gather_output`` and
 ``rowwise_split_input`` (the same, but every rank has all activations between the layers),
 ``replicated...`` (not sharded).
@@ -44,7 +44,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2, "o
 def shard_modules(model: PreTrainedModel, group: Collective) -> dict[str, Cut]:
     """Replaces a model's linear layers in place by shares with weights on the meta device.
 
-    Returns parameter name -> share, which the caller must assign.
+    Returns the ``Cut`` of each sharded parameter by name; the caller must assign the weights.
     """
     cuts: dict[str, Cut] = {}
     for path, module, style in list(planned(model)):

@@ -1,9 +1,9 @@
-"""What sources, policies and executors owe the loop, as checks of a single part.
+"""Checks a single source, policy or executor by the rules on which the decode loop relies.
 
-A part that breaks one of the rules below can still pass ``specdec verify``, because other parts
-hide it: candidates that depend on branches that were pruned only lower the acceptance. These checks
-call a part alone, with random trees, commits and batches, or beside parts that are known by table,
-and raise an AssertionError that names the broken rule.
+A part that breaks one of them can still pass ``specdec verify``, because other parts hide it:
+candidates that depend on pruned branches, for example, only lower the acceptance. These checks call
+a part alone, with random trees, commits and batches, or with other parts that are fixed tables, and
+raise an AssertionError that names the broken rule.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def check_source(
 ) -> int:
     """Checks a token source on random trees of two requests, with commits in between.
 
-    - It returns a row per node, of at most ``k`` different tokens with log-probabilities of at most
-      0, and distributions that sum to 1 if it says ``gives_probs``.
+    - The source returns a row per node: at most ``k`` different tokens with log-probabilities of
+      at most 0, and distributions that sum to 1 if it says ``gives_probs``.
     - Candidates depend on the tokens up to the node alone: they equal those of a new source whose
       prompt ends with the node, whatever was expanded, accepted or rejected before.
-    - A closed request leaves nothing: another one with its id gets what a new source gives.
+    - A closed request leaves no state: a later one with its id gets what a new source proposes.
 
     Args:
         make: makes a new source; called often.
         vocab_size: number of tokens of the random prompts and trees.
-        sampling: of the requests, for sources that sample.
+        sampling: sampling parameters of the requests, for sources that sample.
         memory: whether earlier text may change the candidates (a cache of suffixes); the second and
             third rule are then not checked.
-        tolerance: of log-probabilities and probabilities that are compared.
+        tolerance: allowed difference of log-probabilities and probabilities.
 
     Returns the number of nodes that were expanded.
     """
@@ -148,7 +148,7 @@ def commit(
     path: Sequence[int],
     token: int,
 ) -> Commit:
-    """Accepts the nodes at slots ``path`` (without the root) and then ``token``."""
+    """Accepts the nodes at slots ``path`` (no root) and then ``token``, in state and sources."""
     tree = state.requests[request_id].tree
     retired = tree.ids[[0, *path]]
     tokens = np.array([*tree.tokens[list(path)].tolist(), token])
@@ -175,7 +175,7 @@ def random_path(
 
 
 def _grow(tree: TokenTree, rng: np.random.Generator, vocab_size: int) -> None:
-    """Makes nodes of random candidates, and now and then one below an unexpanded node."""
+    """Turns random candidates into nodes, and sometimes adds a child below an unexpanded node."""
     slots, columns = np.nonzero(tree.candidate_logprobs > -np.inf)
     chosen = rng.permutation(len(slots))[: rng.integers(0, 5)]
     tree.take(slots[chosen], columns[chosen])
@@ -208,7 +208,7 @@ def expansions(
 
 @cache
 def _table_pair() -> TablePair:
-    """A target whose best token has two thirds of the probability; its draft is not used."""
+    """Returns a target whose best token has 2/3 of the probability; its draft is not used."""
     probs = np.random.default_rng(0).dirichlet(np.full(_TABLE_VOCAB, 0.04), _TABLE_VOCAB)
     table = np.log(probs + 1e-6).tolist()
     return TablePair(target=table, draft=table)
@@ -216,7 +216,7 @@ def _table_pair() -> TablePair:
 
 @cache
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
-    """Returns all (token, log-probability) after a context, best first, near the target's."""
+    """Returns all (token, log-probability) after a context, best first: the target with noise."""
     noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
     logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() / 2 + noise
     logprobs = logits - np.log(np.exp(logits).sum())
@@ -230,17 +230,17 @@ def _contexts(request: RequestState, ids: IntArray) -> list[Context]:
 
 
 def tree_contexts(request: RequestState) -> dict[Context, bool]:
-    """Returns the nodes of a request's tree -> whether they are expanded."""
+    """Maps each node of a request's tree, named by its tokens, to whether it is expanded."""
     contexts = _contexts(request, request.tree.ids)
     return dict(zip(contexts, request.tree.expanded.tolist(), strict=True))
 
 
 class TableSource(TokenSource):
-    """A source that proposes ``table`` (context -> [(token, logprob)]).
+    """A source that proposes the entries of ``table`` (context -> [(token, logprob)]).
 
-    It has no answer for ``silent`` contexts. ``calls`` has {request: contexts of the nodes} of each
-    call, ``widths`` its ``k``. It refuses a node that it has answered before, an empty call, and a
-    request named twice.
+    It proposes nothing for ``silent`` contexts. For each call of ``expand``, ``calls`` has
+    {request: contexts of its nodes} and ``widths`` has ``k``. AssertionError: a call without nodes,
+    a request named twice, or a node that had an answer before.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class TableSource(TokenSource):
 
 @dataclass
 class Selection:
-    """What one ``select`` did for one request."""
+    """What one call of the policy's ``select`` did for one request."""
 
     request: int
     root: Context
@@ -358,19 +358,19 @@ def check_policy(
     make_source: Callable[[bool], TableSource] | None = None,
     latencies: Sequence[int] = (1, 4),
 ) -> None:
-    """Checks a policy beside a source, a target and a verifier that are known by table.
+    """Checks a policy with a source and a target that are fixed tables.
 
-    - It chooses nodes of the tree in order, none twice, none before its parent, none beyond the
+    - The policy chooses nodes in order, none twice, none before its parent, none beyond the
       last position, none of a request whose prompt is not yet computed or that has finished, and
-      none of one that awaits answers if it is ``serial``. Children of a node differ, and no node
-      is expanded twice.
+      none of one that awaits answers if the policy is ``serial``. Children of a node differ, and no
+      node is expanded twice.
     - The output is the target's own, on every latency, alone and in a batch, also with a source
-      that knows nothing of a third of the contexts.
+      that proposes nothing after a third of the contexts.
     - The same requests get the same trees again, alone or in a batch.
 
     Args:
         make: makes a new policy; called often.
-        make_source: makes the source; its argument says whether it knows nothing of some contexts.
+        make_source: makes the source; if its argument is true, one that lacks some contexts.
         latencies: of the target, in steps.
     """
 
@@ -403,7 +403,7 @@ def check_policy(
 
 
 def _check_answers(executor: Executor, state: DecodeState) -> None:
-    """Asserts the first rule of ``check_executor`` at each call from now on."""
+    """Makes each later ``collect`` assert which nodes are answered (``check_executor``, rule 1)."""
 
     def collected(output: Output, **_: bool) -> None:
         steps, answered = executor.latency, set[tuple[int, int]]()
@@ -429,13 +429,13 @@ def _check_answers(executor: Executor, state: DecodeState) -> None:
 def check_executor(executor: type[Executor], **keys: Any) -> int:
     """Checks an executor on a small random pair in float64.
 
-    - With a latency, every live node is answered exactly once, that many steps later; without, only
-      nodes that were submitted and neither answered nor pruned are answered.
+    - With a fixed latency, every live node is answered exactly once, that many steps later;
+      otherwise only submitted nodes are answered that were neither answered nor pruned before.
     - Tokens equal those of plain decoding with transformers' own forward, greedy and sampled, for
-      single roots, chains and (with a latency) trees that are fed at every step, with two requests
+      single roots, chains and (with a latency) trees submitted at every step, with two requests
       at once and prompts in chunks. Caches that keep pruned rows show here.
 
-    ``keys`` are those of its configuration. Returns the number of requests that were compared.
+    ``keys`` are the executor's configuration. Returns the number of requests that were compared.
     """
     pair = RandomPair(num_layers=4, draft_layers=3, hidden_size=16, vocab_size=48, logit_scale=4.0)
     oracle = Oracle(pair.target, seed=3)

@@ -17,8 +17,8 @@ def assert_lossless(
     config_dirs: Sequence[str | Path] = (),
     checks: Sequence[str] | None = None,
 ) -> Report:
-    """Certifies a configuration (``overrides`` as for ``specdec verify``) by all checks or those
-    named, and returns the report; AssertionError: the failed checks with their details.
+    """Certifies a configuration (``overrides`` as for ``specdec verify``) and returns the report.
+    ``checks`` default to all. AssertionError: checks failed; the message has their details.
     """
     return _asserted(certify_overrides(overrides, config_dirs=config_dirs, checks=checks))
 

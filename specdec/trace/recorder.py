@@ -65,15 +65,15 @@ def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> 
 
 @dataclass(slots=True)
 class TreeRecord:
-    """How the trees grew, and what was submitted.
+    """How the trees grew, and what was submitted to the target.
 
-    Per request, in order of admission: ``id``, ``prefix_len`` (tokens before the first root) and
-    ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the step: id,
-    parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers`` ([id,
-    token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids, ``next_token``, ``root`` id,
-    ``judged``: the values of a ``Judgement`` per decided token). A commit keeps the new root and
-    its descendants. ``fed`` maps a step to its submission: ``requests``, ``depths`` (minimum and
-    maximum below the root), ``nodes``, ``prefill`` (number of prompt tokens).
+    ``requests`` has per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
+    first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the
+    step: id, parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers``
+    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids, ``next_token``, ``root``
+    id, ``judged``: the values of a ``Judgement`` per decided token). A commit keeps the new root
+    and its descendants. ``fed`` maps a step to its submission: ``requests``, ``depths`` (minimum
+    and maximum below the root), ``nodes``, ``prefill`` (number of prompt tokens).
     """
 
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -218,14 +218,14 @@ class RunTrace:
         self.began_s, self.timeline.step = self.clock.now(), 0
 
     def begin_run(self, reports: Sequence[ClockReport]) -> None:
-        """Marks the start of a run of the loop; drops earlier spans, which are in ``reports``."""
+        """Marks the start of a run of the loop; earlier spans, as in ``reports``, are dropped."""
         self._run_step = self.timeline.step
         self._dropped |= {report.rank: report.dropped for report in reports}
 
     def end_run(self, reports: Sequence[ClockReport]) -> None:
-        """Adds the spans of ranks with wall clocks, aligned by the time of day at which each
-        started; the controller's report must come first. Workers number steps from the start of
-        each run.
+        """Adds the spans of ranks with wall clocks, aligned by the time of day at which each clock
+        started; the controller's report must come first. Steps of workers, which count from the
+        start of each run, are shifted.
         """
         for report in reports:
             shift = report.origin_s - reports[0].origin_s

@@ -1,4 +1,4 @@
-"""How much of the target's own answers a drafter predicts, which is what decoding accepts.
+"""Measures which tokens of the target's own answers a drafter predicts, as decoding accepts them.
 
 Shape letters: T tokens of a text, K draft tokens.
 """
@@ -20,13 +20,13 @@ from specdec.train.texts import AnsweredText
 
 @dataclass(slots=True)
 class Agreement:
-    """Counts over texts.
+    """How well chains of K greedy draft tokens match answers, counted over texts.
 
     Attributes:
-        tokens: of answers; ``looping`` of them end an 8-gram that the answer has had before.
-        passes: of the target, if every pass verifies a chain of the K likeliest tokens.
-        tried, right: int[2, K], drafts that reached a position with all tokens right before it,
-            outside and inside loops, and how many were right there.
+        tokens: answer tokens; ``looping`` of them end an 8-gram that the answer has had before.
+        passes: target passes that the answers need if each pass verifies such a chain.
+        tried, right: int[2, K], chains that are right before each position, and those of them that
+            are right there too; row 0 if the chain's first token is outside loops, row 1 inside.
     """
 
     tokens: int
@@ -60,7 +60,7 @@ class Agreement:
 def measure(
     target: FrozenModel, drafter: Drafter, texts: Sequence[AnsweredText]
 ) -> dict[str, Agreement]:
-    """Compares greedy drafts after every token of the answers with the answers."""
+    """Returns by drafter how its greedy drafts after every answer token match the answers."""
     found: dict[str, Agreement] = {}
     for text in texts:
         tokens = torch.from_numpy(text.tokens.astype(np.int64)).to(target.device)

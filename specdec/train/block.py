@@ -26,15 +26,15 @@ _CHUNK = 32  # anchors per pass when agreement is measured
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """Attributes:
-    kind: of the drafter.
-    block: rows of a block; DFlash drafts one token less.
-    num_layers: of the drafter.
-    anchors: blocks per window and step.
-    decay: draft k of the loss weighs decay ** k.
-    mask_token: of the rows to predict; None: the vocabulary's last token.
-    layers: numbers of target layers before each stream that is read; None: five of them, spread.
-    feed_forward: inner width of the MLP; None: the target's.
+    """Options for training a block drafter.
+
+    Attributes:
+        block: rows of a block; DFlash drafts one token less.
+        anchors: blocks per window and step.
+        decay: draft k of the loss has the weight decay ** k.
+        mask_token: input token of the rows to predict; None: the vocabulary's last token.
+        layers: numbers of target layers before each stream that is read; None: five spread ones.
+        feed_forward: inner width of the MLP; None: the target's.
     """
 
     kind: Kind = "dflash"
@@ -85,12 +85,12 @@ class BlockDrafter(Drafter):
         self.layers = frozenset(layer + 1 for layer in head.config.layers)
 
     def features(self, target: FrozenModel, streams: dict[int, Tensor]) -> Tensor:
-        """Returns [B, S, F]; the last layer's output is read after the final norm."""
+        """Returns [B, S, F], the target states to read; the last layer's output is normed first."""
         states = [(name, streams[name.layer + 1]) for name in self.head.config.names]
         return torch.cat([target.norm(x).float() if n.normed else x for n, x in states], -1)
 
     def rows(self, features: Tensor, tokens_BS: Tensor, anchors_N: Tensor) -> Tensor:
-        """Returns the blocks' predicting rows, [B, N, M, E]."""
+        """Returns [B, N, M, E], the outputs from which each anchor's block predicts M tokens."""
         places = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         rows: Tensor = self.head(
             tokens_BS[:, anchors_N], anchors_N, self.head.context(features, places)
@@ -98,7 +98,7 @@ class BlockDrafter(Drafter):
         return rows
 
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Draft k of a block at anchor a learns the target's distribution of token a + 1 + k."""
+        """Returns the loss; draft k of anchor a learns the target's distribution at a + 1 + k."""
         tokens_BS, counts_BS = batch.tokens_BS, batch.counts_BS
         drafts, length = self.num_drafts, tokens_BS.shape[1]
         with torch.no_grad():
@@ -141,7 +141,7 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """The block of root t drafts tokens t + 1 .. t + M, each after the text's own tokens."""
+        """As in ``Drafter``; the block of root t drafts tokens t + 1 .. t + M of the text."""
         length, drafts = len(tokens_T), self.num_drafts
         features = self.features(target, target.residuals(tokens_T[None], self.layers))
         padded = torch.cat([tokens_T, tokens_T.new_zeros(drafts)])

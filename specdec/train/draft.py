@@ -27,9 +27,9 @@ from specdec.train.texts import Batch
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """Attributes:
-    layers: target layers, from 0, that the draft begins with; None: the first and the last.
-    train_embedding: whether the embedding and the output matrix are trained too.
+    """Options for training a small draft model. ``layers`` are the target layers (from 0) of which
+    it is made; None: the first and the last. ``train_embedding``: whether the embedding and the
+    output matrix are trained too.
     """
 
     layers: tuple[Index, ...] | None = None
@@ -88,7 +88,7 @@ class DraftModel(Drafter):
         return {"draft": drafted_one_by_one(logits.argmax(-1), tokens_T, self.num_drafts)}
 
     def save(self, folder: Path) -> None:
-        """Writes a model folder; a tokenizer is the target's."""
+        """Writes a model folder, with the target's tokenizer if there is one."""
         stored = copy.deepcopy(self.model).to("cpu", torch.bfloat16)
         stored.save_pretrained(folder)
         if self._tokenizer is not None:

@@ -1,4 +1,4 @@
-"""What every trained drafter shares: the interface of the training loop, and output matrices.
+"""What every trained drafter shares: the interface to the training loop, and output matrices.
 
 Shape letters: B windows, S positions, T = S tokens of one text, K draft tokens, N rows, E hidden
 size, V vocabulary, U draft vocabulary.
@@ -26,7 +26,7 @@ from specdec.train.texts import Batch
 
 
 class Drafter(nn.Module, ABC):
-    """Modules to train for a target, which they are passed and do not contain."""
+    """Base class of drafters to train; methods get the target, which is no submodule."""
 
     name = ""  # of its record, ``training-NAME.json`` or ``training.json`` if empty
     layers: frozenset[int] = frozenset()  # after which it reads the target's residual stream
@@ -34,15 +34,15 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Returns the loss of predicting the tokens that count."""
+        """Returns the loss over the batch's tokens that count (``Batch.counts_BS``)."""
 
     @abstractmethod
     def right(self, target: FrozenModel, tokens_T: Tensor) -> Mapping[str, Tensor]:
         """Returns bool[K, T]: whether draft token k + 1 after the root t is token t + 1 + k.
 
-        The drafts before it are right, and the target has computed the tokens before the root. The
-        last columns, whose token the text lacks, have any value. There is one result for each
-        drafter that can be used alone, by its name.
+        This token is drafted as if the drafts before it were right, after the target has computed
+        the tokens before the root. Entries whose token is beyond the text are arbitrary. There is
+        one result for each drafter that can be used alone, by its name.
         """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Drafter(nn.Module, ABC):
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """The section ``output``."""
+    """Options of the output matrix: the section ``output`` of a training configuration."""
 
     # "shared": the target's output matrix, or its rows of ``vocabulary``, neither stored nor
     # trained; "own": every head trains a copy.
@@ -63,7 +63,7 @@ class OutputOptions:
 
 
 class OutputMatrix(nn.Module):
-    """The output matrix of a head: the target's, a part of it, or an own one."""
+    """The output matrix of a head: the target's, some of its rows, or a trained copy."""
 
     def __init__(self, target: FrozenModel, options: OutputOptions, ids: Tensor | None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class OutputMatrix(nn.Module):
 def draft_ids(
     counts: npt.NDArray[np.int64], options: OutputOptions, vocab_size: int
 ) -> Tensor | None:
-    """Returns the draft vocabulary's tokens, int64[U], rising; None for all tokens.
+    """Returns the draft vocabulary's tokens, int64[U], in rising order; None for all tokens.
 
     ``counts`` has how often each token occurs.
     """
@@ -107,20 +107,20 @@ def draft_ids(
 
 
 def chosen_rows(batch: Batch, ahead: int, options: LossOptions) -> Sequence[Tensor]:
-    """Returns (b, t), int64[N] each, of rows whose token ``ahead`` positions on counts."""
+    """Returns (b, t), int64[N] each, whose token at t + ``ahead`` counts; one in ``every``."""
     window, place = batch.counts_BS[:, ahead:].nonzero(as_tuple=True)
     first = batch.step % options.every
     return window[first :: options.every], place[first :: options.every]
 
 
 def goal_of(target: FrozenModel, last_NE: Tensor, ids: Tensor | None, options: LossOptions) -> Goal:
-    """Returns what a head should predict, from residual streams after the target's last layer."""
+    """Returns the target's distributions as a goal, from its residual streams before the norm."""
     with torch.no_grad():
         return Goal(target.logits(last_NE[:, None])[:, 0], ids, options)
 
 
 def bfloat16_state(module: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Returns parameters as stored in files, contiguous on the CPU."""
+    """Returns the parameters in bfloat16, contiguous on the CPU; ``names`` renames them."""
     return {
         (names or {}).get(name, name): weight.detach().to("cpu", torch.bfloat16).contiguous()
         for name, weight in module.named_parameters()
@@ -128,7 +128,7 @@ def bfloat16_state(module: nn.Module, names: Mapping[str, str] | None = None) ->
 
 
 def as_stored(drafter: nn.Module) -> None:
-    """Rounds the weights as the files do, so that agreement is measured of what was written."""
+    """Rounds weights to bfloat16, as in the files, so that the stored drafter is measured."""
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.copy_(weight.bfloat16())

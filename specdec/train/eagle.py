@@ -31,13 +31,13 @@ _STD = 0.02  # of the initial matrices
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleSpec:
-    """Attributes:
-    steps: steps of the training-time test.
-    decay: step i of the loss weighs decay ** i (0.8 in the paper's code).
-    layers: numbers of target layers before each stream that the head reads; None: 2, L // 2 and
-        L - 3 of L layers.
-    feed_forward: inner width of the head's MLP; None: the target's.
-    initial: folder of a head to begin with; None for a new one.
+    """Options for training an EAGLE-3 head.
+
+    Attributes:
+        steps: number of steps of the training-time test.
+        decay: step i of the loss has the weight decay ** i (0.8 in the paper's code).
+        layers: numbers of target layers after which the head reads; None: 2, L // 2, L - 3 of L.
+        feed_forward: inner width of the head's MLP; None: the target's.
     """
 
     steps: Count = 7
@@ -47,11 +47,11 @@ class EagleSpec:
     norm_before_residual: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    initial: Text | None = None
+    initial: Text | None = None  # folder of a head to begin with; None: a new head
 
 
 def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: int) -> EagleConfig:
-    """Describes the head; ``size`` is that of the draft vocabulary."""
+    """Returns the head's configuration; ``size`` is that of the draft vocabulary."""
     width = target.get_input_embeddings().weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -79,9 +79,8 @@ def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: in
 
 
 def new_head(target: FrozenModel, config: EagleConfig, ids: Tensor | None, seed: int) -> EagleHead:
-    """Creates a head with the target's norm and output matrix, or its rows ``ids``.
-
-    The other matrices are random: normal, of deviation ``_STD``.
+    """Creates a head with the target's norm and output matrix, or its rows ``ids``. The other
+    matrices are random: normal, of deviation ``_STD``.
     """
     embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings()
     head = EagleHead(config, embedding=embedding.float(), output=output)
@@ -137,7 +136,7 @@ class EagleDrafter(Drafter):
         return torch.cat([streams[layer + 1] for layer in self.head.config.layers], -1)
 
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Row i of step s predicts token i + 2 + s, and learns the target's distribution there."""
+        """Returns the loss; row i of step s learns the target's distribution of token i + 2 + s."""
         head, steps, length = self.head, self.spec.steps, batch.tokens_BS.shape[1]
         tokens_BS = F.pad(batch.tokens_BS, (0, steps - 1))  # all steps then have the same rows
         counts_BS = F.pad(batch.counts_BS, (0, steps + 1))
@@ -174,7 +173,7 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """Row t - 1 of step k drafts token k + 1 after the root t."""
+        """As in ``Drafter``; row t - 1 of step k drafts token k + 1 after the root t."""
         length, steps = len(tokens_T), self.spec.steps
         padded = F.pad(tokens_T[None], (0, steps))
         features = self.features(target.residuals(padded, self.layers))

@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints, and what a run will cost."""
+"""The training loop: steps, checkpoints, and an estimate of time and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specdec.train.progress import Report
 from specdec.train.texts import Batch, Windows
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
-"""Ends of names of matrices with a row per token, which Muon does not train."""
+"""Suffixes of names of matrices with a row per token, which Muon does not train."""
 
 _LOG_ROWS = 200  # of the curve of a whole run
 
@@ -35,7 +35,7 @@ _LOG_ROWS = 200  # of the curve of a whole run
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
-    """The section ``plan``."""
+    """Schedule and optimizer of a run: the section ``plan`` of a training configuration."""
 
     learning_rate: Positive
     batch: Count  # windows per step
@@ -57,7 +57,7 @@ class TrainPlan:
         return max(1, round(self.epochs * windows.steps_per_epoch))
 
     def rate(self, step: int, steps: int) -> float:
-        """Returns the share of the learning rate, in (0, 1], of a step from 0."""
+        """Returns the factor of the learning rate, in (0, 1], at a step (from 0) of ``steps``."""
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
         left = (steps - step) / max(1.0, steps * (1.0 - self.decay_from))
         return warmup * min(1.0, left)
@@ -75,7 +75,7 @@ class FitState:
 
 
 class Fit:
-    """One run, which resumes from ``folder``/checkpoint.pt."""
+    """One training run, which resumes from ``folder``/checkpoint.pt if that exists."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Fit:
         settings: Mapping[str, Any],
         report: Report,
     ) -> None:
-        """``settings`` are plain values under which alone the run is resumed."""
+        """UserError: the checkpoint was made under other ``settings``, which are plain values."""
         if not len(windows):
             raise UserError("the answers have no token to train on: give other answers")
         self.drafter, self.target, self.windows = drafter, target, windows
@@ -121,7 +121,7 @@ class Fit:
         write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
 
     def estimate(self) -> str:
-        """Times a step on the next batch and undoes it; returns what the rest will cost."""
+        """Times one step, which is undone; returns a text on time and memory of the rest."""
         before = [weight.detach().clone() for weight in self._weights]
         states = copy.deepcopy([optimizer.state_dict() for optimizer in self._optimizers])
         began = time.monotonic()
@@ -148,7 +148,7 @@ class Fit:
         )
 
     def run(self) -> bool:
-        """Trains to the end of the plan or of the time; returns whether the run is finished."""
+        """Trains to the last step or for ``stop_minutes``; returns whether the run is finished."""
         state, began, before = self.state, time.monotonic(), self.state.seconds
         saved_at, recent, stop = began, list[Tensor](), self.plan.stop_minutes
         every = max(1, self.steps // _LOG_ROWS)
@@ -227,7 +227,7 @@ def _duration(seconds: float) -> str:
 
 
 def keep_settings(path: Path, settings: Mapping[str, Any], product: Path) -> None:
-    """Writes settings to a JSON file, or compares them if ``product`` exists already.
+    """Writes settings to a JSON file, or compares them with it if ``product`` exists already.
 
     Raises:
         UserError: the product was made under other or unknown settings.

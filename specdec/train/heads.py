@@ -45,9 +45,9 @@ STATED = {"norm": PaperSettings(2e-5, 16, 1), "transformer": PaperSettings(5e-4,
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitSpec:
-    """Attributes:
-    head: "norm" (a norm) or "transformer" (a decoder layer of the target's kind, and a norm).
-    layers: target layers before each head; None: a quarter and a half of them.
+    """Options for training exit heads. ``head``: "norm" (a norm alone) or "transformer" (a decoder
+    layer of the target's kind, and a norm). ``layers``: the number of target layers before each
+    head; None: a quarter and a half of all.
     """
 
     head: Literal["norm", "transformer"] = "transformer"
@@ -61,7 +61,7 @@ class MedusaSpec:
 
 
 class _Head(nn.Module):
-    """Parameter names are those of its file."""
+    """One exit or Medusa head; its parameters have the names that the head's file uses."""
 
     def __init__(self, target: FrozenModel, kind: str, layer: int, offset: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Head(nn.Module):
         return f"{self.kind}-{self.number}" + (f"-{self.offset}" if self.offset else "")
 
     def inner(self, target: FrozenModel, x_BSE: Tensor) -> Tensor:
-        """Returns the part of the head that sees other positions, [B, S, E]."""
+        """Applies the part of the head that sees other positions, if any; returns [B, S, E]."""
         if self.kind == "transformer":
             return target.run_layer(self.layer, x_BSE, self.place)
         return x_BSE
@@ -140,7 +140,7 @@ class StreamHeads(Drafter):
 
     @torch.no_grad()
     def predicted(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """Returns the token that each head predicts from every position, int64[T]."""
+        """Returns, by each head's file name, int64[T]: the token predicted at each position."""
         streams = target.residuals(tokens_T[None], self.layers)
         with target.autocast():
             return {
@@ -192,7 +192,7 @@ class MedusaDrafter(StreamHeads):
         self.num_drafts = spec.heads
 
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """Head k reads the position before the root t and predicts token t + k."""
+        """As in ``Drafter``; head k predicts token t + k from the position before the root t."""
         rows = list(self.predicted(target, tokens_T).values())
         right_KT = torch.zeros_like(torch.stack(rows), dtype=torch.bool)
         for k, predicted_T in enumerate(rows, start=1):
@@ -201,7 +201,7 @@ class MedusaDrafter(StreamHeads):
 
 
 def drafted_one_by_one(predicted_T: Tensor, tokens_T: Tensor, num_drafts: int) -> Tensor:
-    """Returns bool[K, T] (see ``Drafter.right``) of tokens predicted from the position before."""
+    """Returns bool[K, T] (``Drafter.right``) for drafts predicted from the position before."""
     next_T = torch.zeros_like(tokens_T, dtype=torch.bool)
     next_T[:-1] = predicted_T[:-1] == tokens_T[1:]
     right = torch.zeros(num_drafts, len(tokens_T), dtype=torch.bool, device=tokens_T.device)

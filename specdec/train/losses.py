@@ -31,7 +31,7 @@ class Objective(StrEnum):
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """The section ``loss``.
+    """Options of the loss: the section ``loss`` of a training configuration.
 
     Attributes:
         target_weight: weight of the objective (PPSD's lambda, D.1, with a label_weight of 1).
@@ -67,9 +67,9 @@ class Goal:
             self._counts = (kept_NU.amax(-1) == target_NV.amax(-1)).float()
 
     def loss(self, draft_NU: Tensor, labels_N: Tensor, rows: Tensor | slice) -> Tensor:
-        """Returns the loss of the goal's positions ``rows``, of which ``draft_NU`` are the logits.
+        """Returns the loss of draft logits ``draft_NU`` at this goal's positions ``rows``.
 
-        ``labels_N`` has the text's token at each of them.
+        ``labels_N`` has the text's token at each of these positions.
         """
         options, log_p = self._options, self._log_p[rows]
         log_q = (draft_NU.float() / options.temperature).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""``specdec train``: from a loaded target and answers to a trained drafter, and what it accepts."""
+"""``specdec train``: trains a drafter on a target's answers, and measures what it predicts."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ SPECS: Mapping[str, type] = {
     "exit": ExitSpec,
     "draft": DraftSpec,
 }
-"""What can be trained -> its own keys."""
+"""Kind of drafter -> class of its own configuration keys."""
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Keys of every trainer, apart from sections and groups."""
+    """Configuration keys that all kinds of drafters have, apart from sections and groups."""
 
     output_dir: Text
     work_dir: Text | None = None
@@ -63,7 +63,7 @@ class TrainOptions:
     answers: Text | None = None
     max_new_tokens: Count = 256  # of answers that the target writes
     answer_batch: Count = 16
-    held_out: Count = 32  # texts that are not trained on, and on which agreement is measured
+    held_out: Count = 32  # texts that are not trained on, but on which drafts are measured
     seed: Index = 0
     threads: Threads | None = None
     keep_gb: NotNegative = 0.0  # memory for the target's states, which later epochs then only read
@@ -76,7 +76,7 @@ GROUPS = ("model", "data", "sampling")
 
 
 def check(kind: str, config: Mapping[str, Any]) -> None:
-    """Refuses unusable values of the keys that are not of ``GROUPS``."""
+    """Checks all keys but those of ``GROUPS``; UserError for an unusable value."""
     if config.get("output_dir") is None:
         raise UserError("output_dir has no value: add output_dir=DIR, for what is trained")
     sections = {name: config.get(name) for name in SECTIONS if name in config}
@@ -113,8 +113,8 @@ def train(
 ) -> dict[str, Agreement] | None:
     """Trains a drafter for a loaded target, which is not changed.
 
-    ``config`` has the keys of conf/train/KIND.yaml. Returns the agreement on held-out texts by
-    drafter, or None where the run ended before (``plan.stop_minutes``, ``estimate_only``).
+    ``config`` has the keys of conf/train/KIND.yaml. Returns by drafter how drafts match held-out
+    answers, or None where the run ended before that (``plan.stop_minutes``, ``estimate_only``).
     """
     check(kind, config)
     plan, options = TrainPlan(**_plan_values(kind, config)), config.get("output") or {}
@@ -255,7 +255,7 @@ def _fingerprint(model: PreTrainedModel) -> str:
 
 
 def sharded(folder: Path, dtype: str) -> PreTrainedModel:
-    """Loads a target with its layers spread over all devices; it has not run on a GPU."""
+    """Loads a target with its layers spread over all devices; this was not tested on a GPU."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map="auto", local_files_only=True
     )

@@ -46,7 +46,7 @@ def read_answers(
 
     - ``prompt`` and ``completion`` as text, or ``prompt_token_ids`` and ``output_token_ids``;
     - or ``messages``, a chat whose last message is the answer, in the tokenizer's chat template;
-    - or it is of a run's requests.jsonl: ``id`` and ``output``; its prompt is ``prompts[id]``.
+    - or ``id`` and ``output``, as a run's requests.jsonl; the prompt is then ``prompts[id]``.
     """
     if not path.is_file():
         raise UserError(f"answers={path} is not a file: name JSON lines of the target's answers")
@@ -104,9 +104,9 @@ def write_answers(
     seed: int,
     report: Report,
 ) -> None:
-    """Writes the target's answers to prompts, token ids by id; answers in the file stay.
+    """Appends the target's answers to prompts (id -> token ids), without those in the file.
 
-    The rows of a batch are sampled by one seed, so an answer depends on the prompts beside it.
+    All rows of a batch are sampled by one seed, so an answer depends on the prompts beside it.
     """
     done = {entry["id"] for _, entry in read_records(path)} if path.exists() else set()
     order = sorted(prompts, key=lambda number: len(prompts[number]))
@@ -148,7 +148,7 @@ def write_answers(
 def _generated(
     target: PreTrainedModel, prompts: Sequence[npt.NDArray[np.int64]], rules: GenerationConfig
 ) -> npt.NDArray[np.int64]:
-    """Continues prompts, padded on the left to one length, by int64[B, L]."""
+    """Continues prompts, which are padded on the left to one length; returns int64[B, L]."""
     width = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -164,7 +164,7 @@ def _generated(
 
 class Batch(NamedTuple):
     tokens_BS: Tensor  # int64, padded on the right
-    counts_BS: Tensor  # bool, which are an answer's
+    counts_BS: Tensor  # bool, whether the loss counts a token: those of answers
     step: int  # of the run, from 0
 
 
@@ -172,7 +172,7 @@ class Windows:
     """Texts cut into windows of at most ``length`` tokens, in seeded batches of similar lengths."""
 
     def __init__(self, texts: Sequence[AnsweredText], length: int, batch: int, seed: int) -> None:
-        """Drops windows without an answer's token; ``num_tokens`` counts the rest."""
+        """Drops windows without an answer token; ``num_tokens`` counts the tokens of the others."""
         self.batch_size, self.seed = batch, seed
         self._known: tuple[int, list[list[int]]] | None = None  # the last epoch's batches
         self._windows = [
@@ -199,10 +199,10 @@ class Windows:
         return np.bincount(np.concatenate([row[first:] for row, first in self._windows]))
 
     def chosen(self, step: int) -> list[int]:
-        """Returns the windows of a step, the same for the same seed.
+        """Returns the indices of a step's windows, the same for the same seed.
 
-        An epoch visits every window once. Its random order is sorted by length in blocks of 32
-        batches, whose batches are taken in random order.
+        An epoch visits every window once, in random order. Blocks of 32 batches are sorted by
+        length, and then their batches are taken in random order.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         return self._order(epoch)[place]
@@ -229,7 +229,7 @@ class Windows:
         return sum(len(self._windows[i][0]) for i in self.chosen(step))
 
     def batch(self, step: int) -> Batch:
-        """The first token of a window never counts, since nothing in the window predicts it."""
+        """Returns a step's windows. Their first tokens never count, since nothing predicts them."""
         rows = [self._windows[i] for i in self.chosen(step)]
         width = max(len(row) for row, _ in rows)
         tokens = torch.zeros(len(rows), width, dtype=torch.long)

@@ -32,17 +32,17 @@ from specdec.types import (
 )
 
 _CAPACITY = 64  # slots of a new tree
-_IDS, _PARENTS, _ANSWERS = 0, 2, 6  # of the integer columns
-_ANSWERED = 1  # of the flags
+_IDS, _PARENTS, _ANSWERS = 0, 2, 6  # indices of integer columns
+_ANSWERED = 1  # index of a flag column
 _NEW_NODE = np.array([[0], [0], [-1], [0], [-1], [0], [-1]])  # values of the integer columns
 _NO_CANDIDATE = np.array([0.0, -np.inf, 0.0]).view(np.int64)  # 0.0 has the bits of the integer 0
-_TOKEN, _LOGPROB, _ORIGIN = range(3)  # of a candidate
+_TOKEN, _LOGPROB, _ORIGIN = range(3)  # indices of a candidate's entries
 
 
 class TokenTree:
     """Proposed continuations of a root, which is the last committed token (slot 0).
 
-    The columns are views, valid until the next call that changes the tree.
+    The arrays are views, valid until the next call that changes the tree.
 
     Attributes:
         ids: int64[N], increasing.
@@ -104,12 +104,12 @@ class TokenTree:
 
     @property
     def candidate_tokens(self) -> IntArray:
-        """int64[N, K], a view."""
+        """int64[N, K], a view: tokens of the candidates of each node."""
         return self._candidates[: self._size, :, _TOKEN]
 
     @property
     def candidate_logprobs(self) -> FloatArray:
-        """float64[N, K], a view; -inf where there is no candidate or it became a node."""
+        """float64[N, K], a view; -inf where there is no candidate or where it became a node."""
         return self._candidates.view(np.float64)[: self._size, :, _LOGPROB]
 
     def copy(self) -> Self:
@@ -150,8 +150,8 @@ class TokenTree:
         return np.arange(new.start, new.stop)
 
     def set_candidates(self, slots: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores the candidates of W nodes, which are ``rows`` of them, and marks the nodes as
-        expanded; a node without candidates stays unexpanded.
+        """Stores the candidates of the nodes ``slots``, int64[W], which are the ``rows`` of
+        ``candidates``, and marks the nodes as expanded; a node without candidates stays unexpanded.
         """
         tokens, counts = candidates.tokens[rows], candidates.counts[rows]
         num = tokens.shape[1]
@@ -173,8 +173,8 @@ class TokenTree:
             self.draft_probs.update(zip(ids, candidates.probs[rows], strict=True))
 
     def drop_known_children(self, slots: IntArray) -> None:
-        """Removes candidates whose token a child has already: a node may have children before it is
-        expanded.
+        """Removes candidates of the nodes ``slots`` whose token a child has already: a node may
+        have children before it is expanded.
         """
         if slots[0] == self._size - 1 and len(slots) == 1:
             return  # the last node
@@ -188,8 +188,8 @@ class TokenTree:
         self.candidate_logprobs[slots] = np.where(known, -np.inf, self.candidate_logprobs[slots])
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
-        """Turns the untaken candidates in ``columns`` of the nodes ``slots``, int64[W], into nodes;
-        returns their slots.
+        """Turns untaken candidates into nodes: of each node in ``slots``, int64[W], the one in the
+        column at the same index of ``columns``; returns the new slots.
         """
         taken = self._candidates[slots, columns]
         self.candidate_logprobs[slots, columns] = -np.inf
@@ -199,7 +199,7 @@ class TokenTree:
     def set_answers(self, answers: Answers) -> None:
         """Stores the target's answers with their nodes; answers of pruned nodes are dropped."""
         slots = self.slots(answers.node_ids)
-        # The spare slot takes those of pruned nodes.
+        # Answers of pruned nodes go to the spare slot.
         self._ints[_ANSWERS, slots] = answers.tokens
         self._flags[_ANSWERED, slots] = True
         if answers.probs is not None:
@@ -233,7 +233,7 @@ class TokenTree:
         return slots
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
-        """Returns name -> [W, E], copies of the states that all nodes ``ids``, int64[W], have."""
+        """Returns copies [W, E] of the hidden states, by name, that all ``ids``, int64[W], have."""
         if not self.hidden:
             return {}
         rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
@@ -323,7 +323,7 @@ class TokenTree:
 
     def _claim(self, start: int, stop: int) -> None:
         """Puts new nodes, without tokens and parents, into the slots ``start`` .. ``stop`` - 1. The
-        slot ``NO_NODE``, the last of the capacity, is spare: its id and parent are ``NO_NODE``.
+        last slot of the capacity (index ``NO_NODE``) is spare; its id and parent are ``NO_NODE``.
         """
         if (extra := stop + 1 - self._ints.shape[1]) > 0:
             more = (0, max(extra, self._ints.shape[1], _CAPACITY))
@@ -343,7 +343,7 @@ class TokenTree:
         self.next_id += stop - start
 
     def _resize(self, size: int) -> None:
-        """Makes the columns views of the first ``size`` nodes; they are read far more often."""
+        """Sets the number of nodes, and makes the columns views of them, once for many reads."""
         self._size = size
         ints = self._ints[:, :size]
         self.ids, self.tokens, self.parents, self.positions = ints[:4]

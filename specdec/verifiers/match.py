@@ -10,10 +10,10 @@ class MatchVerifier(Verifier):
     """Accepts a draft token if it equals the target's own next token.
 
     The answer at a node is the token that plain decoding would draw there: from the same logits and
-    with the same keyed draw, or the argmax if greedy. The output therefore equals autoregressive
-    decoding with the same seed. This is the rule of SpecPipe and PipeDec, of PPSD Alg. 1, line 4,
-    and of every paper for greedy decoding. With one level per step only the root is answered: the
-    child with that token becomes the root (a hit).
+    with the same random number (a function of seed, prompt and position), or the argmax if greedy.
+    The output therefore equals autoregressive decoding with the same seed. This is the rule of
+    SpecPipe and PipeDec, of PPSD Alg. 1, line 4, and of every paper for greedy decoding. With one
+    level per step only the root is answered: its child with that token becomes the root.
     """
 
     lossless = Lossless.TOKEN

@@ -1,4 +1,4 @@
-"""Shape letters: V vocabulary, C children."""
+"""Lossless rejection sampling on chains and trees. Shape letters: V vocabulary, C children."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,14 +24,14 @@ class RejectionVerifier(Verifier):
 
     On a chain this is Leviathan et al. 2023, Alg. 1 (Chen et al. 2023, Alg. 2); on a tree the
     multi-round form of SpecInfer (Miao et al. 2024, Alg. 2, verify_stochastic): children are tested
-    in turn, each against the residual distribution left by the rejections before it. Siblings are
-    drawn without replacement, so the draft distribution is renormalised without the earlier ones,
-    as in recursive rejection sampling (Jeon et al. 2024, RSD) and Sequoia (Chen et al. 2024, Alg.
-    1).
+    one after the other, each against the residual distribution that the rejections before it leave.
+    Siblings are drawn without replacement, so the draft distribution is renormalised without the
+    earlier ones, as in recursive rejection sampling (Jeon et al. 2024, RSD) and Sequoia (Chen et
+    al. 2024, Alg. 1).
 
     A node's children must be a prefix of its sampled candidates (asserted here) and be selected
     independently of their values (checked at composition). With a greedy target the output equals
-    greedy decoding. A row in another process is fetched only where the first child is rejected.
+    greedy decoding. Distributions become dense arrays only where the first child is rejected.
     """
 
     needs = Needs(target_probs=True, draft_probs=True)

@@ -1,4 +1,4 @@
-"""Shape letters: V vocabulary, C children."""
+"""Applies acceptance rules along a tree's paths. Shape letters: V vocabulary, C children."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ class Choice:
 
 
 def target_probs(tree: TokenTree, slot: int) -> FloatArray:
-    """Returns float64[V], the target's distribution after an answered slot."""
+    """Returns float64[V], the target's distribution after the node at an answered slot."""
     return on_host(tree.target_probs[int(tree.ids[slot])])
 
 
 def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
     """Builds the verdict by applying ``rule`` (answered slot -> choice) from the root down, as far
-    as nodes are answered. If it accepts no child but one has its token, which becomes the next root
-    in any case, the walk continues there.
+    as nodes are answered. If it accepts no child, but a child has the token that it chose and would
+    become the next root anyway, the walk continues at that child.
     """
     tree = request.tree
     slot, path = 0, []
@@ -54,8 +54,8 @@ def follow(request: RequestState, rule: Callable[[int], Choice]) -> Verdict:
 def follow_children(
     request: RequestState, choose: Callable[[TokenTree, int, IntArray], int]
 ) -> Verdict:
-    """Follows the children that ``choose`` (tree, answered slot, its children int64[C >= 1])
-    returns, or with ``NO_NODE`` the target's tokens.
+    """Builds the verdict from ``choose`` (tree, answered slot, its children int64[C >= 1]), which
+    returns the accepted child, or ``NO_NODE`` to follow the target's own token.
     """
     tree = request.tree
 

@@ -1,1 +1,1 @@
-"""Backends compute the passes of a slice of a model; ``factory`` chooses one."""
+"""Backends compute the passes of a model slice; ``specdec.models.runner.make_backend`` chooses."""

@@ -10,7 +10,7 @@ rows to a proved number. Attention takes each row's keys in the order of their p
 (``specdec.attention.exact``); activations run in pieces; rotary tables are computed for always the
 same number of rows. Plain decoding, trees, prompts and any number of requests use the same passes.
 
-Proofs are cached in the process.
+Results of the tests are cached in the process.
 
 Shape letters: R rows, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -57,15 +57,15 @@ MOST_ROWS = ROW_COUNTS[-1]
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 _DISTINCT = 1024  # distinct columns of a matrix product's sample; further columns repeat them
-_NORM_ELEMENTS = 1 << 19  # of a norm's samples
+_NORM_ELEMENTS = 1 << 19  # total size of the samples on which a norm is tested
 _FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies depend on the last position
 
 
 class Exact(Backend):
-    """Runs passes whose numbers of rows are proved; ``counts`` lists these numbers, ascending."""
+    """Runs exact passes; ``counts``, ascending, are numbers of rows that keep each row's bits."""
 
     def __init__(self, eager: Eager) -> None:
-        """Proves the operators, then whole passes; ``use_exact_modules`` must have run before."""
+        """Finds ``counts`` by tests of operators and passes; call ``use_exact_modules`` before."""
         self.layers = layers = eager.layers
         self._eager = eager
         self._group = None  # ranks must not wait for each other during proofs
@@ -211,7 +211,7 @@ def use_exact_modules(model: Any) -> None:
 # Numbers of rows.
 
 Layout = Callable[[int, int], Sequence[Tensor]]
-"""(start, stop) -> results of the sample's rows ``start`` .. ``stop`` - 1, from one pass."""
+"""Function (start, stop) that runs rows ``start`` .. ``stop`` - 1 of a sample, returns results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
 
 
 def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int, ...]:
-    """Returns the numbers of rows that all operators are proved for, ascending; UserError: even in
-    passes of ``MOST_ROWS`` rows, a row's result depends on index or layout.
+    """Returns, ascending, the numbers of rows with which all operators give a row the same bits;
+    UserError if its bits depend on its index or layout even in passes of ``MOST_ROWS`` rows.
     """
     counts = set(ROW_COUNTS)
     for operator in operators:
@@ -261,7 +261,7 @@ def _name(setting: Setting) -> str:
 
 
 def _proved(operator: Operator) -> Iterator[int]:
-    """Yields those ``ROW_COUNTS`` that give the reference's bits in every layout."""
+    """Yields each of ``ROW_COUNTS`` with which all layouts give the bits of the reference pass."""
     size = operator.num_rows
     reference = operator.layouts[0](0, size)
     for count in ROW_COUNTS:
@@ -327,11 +327,11 @@ def module_operators(model: nn.Module, setting: Setting) -> Iterator[Operator]:
 
 
 def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
-    """Builds a matrix product of samples whose results are nothing but rounding errors.
+    """Builds the test of a linear layer, on samples whose results are nothing but rounding errors.
 
-    Half of the terms of every sum are the negatives of the others, in random order, so another
-    order of additions changes most results; with the model's own values 16 bits would hide the
-    change.
+    Half of the terms of every sum are the negatives of the other half, in random order, so another
+    order of additions changes most results; with the model's own values, rounding to 16 bits would
+    hide the change.
     """
     transposed = type(module).__name__ == "Conv1D" or getattr(module, "transposed", False)
     outputs, inputs = weight.T.shape if transposed else weight.shape
@@ -356,7 +356,7 @@ def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Settin
 
 
 def _norm_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
-    """Builds a norm of many samples, because another order of additions shows in few of them."""
+    """Builds the test of a norm on many samples; only few reveal another order of additions."""
     generator, width = torch.Generator().manual_seed(0), len(weight)
     num = max(1, _NORM_ELEMENTS // (MOST_ROWS * width))
     samples = [torch.randn(MOST_ROWS, width, generator=generator) for _ in range(num)]
@@ -370,7 +370,7 @@ def _row_operator(
     samples: Sequence[Tensor],
     setting: Setting,
 ) -> Operator:
-    """Builds an operator on rows [1, R, I], run in their order and rotated."""
+    """Builds the test of a function of rows [1, R, I]: they run in their order and rotated."""
     samples = [sample.to(dtype=setting.dtype, device=setting.device) for sample in samples]
 
     def straight(start: int, stop: int) -> list[Tensor]:
@@ -387,8 +387,8 @@ def _row_operator(
 def attention_operator(
     num_heads: int, num_kv_heads: int, head_dim: int, setting: Setting
 ) -> Operator:
-    """Runs ``exact_attention`` for rows of a prompt, and for the same rows as tree nodes, where the
-    keys of the last positions are in shuffled slots and every row gathers its own.
+    """Builds the test of ``exact_attention``: rows run as a prompt, and again as tree nodes, for
+    which the last keys are in shuffled slots and every row gathers its own keys.
     """
     generator = torch.Generator().manual_seed(0)
     length, first = 2 * BLOCK + MOST_ROWS // 2, 2 * BLOCK - MOST_ROWS // 2

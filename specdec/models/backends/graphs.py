@@ -51,17 +51,17 @@ from specdec.types import IntArray
 T = TypeVar("T")
 
 COLUMN_COUNTS = (64, 256, 1024)
-"""Mask widths, in tree entries that rows may see; a wider pass runs uncaptured."""
+"""Widths of masks, in tree entries; a pass with more entries runs without a graph."""
 
 LEAST_CONTEXT = 64
-"""Slots of the smallest arena and of the shortest captured context; a power of two."""
+"""Number of cache slots in the smallest arena and shortest captured context; a power of two."""
 
 _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 
 class Arena:
-    """Key/value memory at a fixed address, used by one request at a time: ``slots`` [L, 2, G, C, D]
-    for the cache, and as ``layers`` [2 L, 1, G, C + 1, D] with the spare slot.
+    """Key/value memory at a fixed address, used by one request at a time. ``slots``, [L, 2, G, C,
+    D], is for the cache; ``layers``, [2 L, 1, G, C + 1, D], is all memory, with one spare slot.
     """
 
     def __init__(self, spec: CacheSpec, capacity: int) -> None:
@@ -139,7 +139,7 @@ class Inputs:
             self.hidden = torch.zeros(size, dtype=spec.dtype, device=spec.device)
 
     def idle(self, spare: int) -> None:
-        """Writes inputs of a pass that changes no cache: rows in the spare slot that see slot 0."""
+        """Writes inputs of rows that see slot 0 and write to the spare slot: no cache changes."""
         tokens, positions, slots, lengths, columns = self._ints
         tokens[:], positions[:], slots[:], columns[:] = 0, 0, spare, 0
         lengths[:] = 1, 1
@@ -149,7 +149,7 @@ class Inputs:
             self.hidden.zero_()
 
     def fill(self, rows: Rows, spare: int, hidden: Tensor | None) -> None:
-        """Pads the rows and ``hidden`` (None or one row each) and copies them to the device."""
+        """Pads ``rows`` and ``hidden`` (a state per row, or None) and copies both to the device."""
         tokens, positions, slots, lengths, columns = self._ints
         num, num_seen = len(rows), rows.visible.shape[1]
         tokens[:num], tokens[num:] = rows.tokens, rows.tokens[-1]
@@ -169,7 +169,7 @@ class Inputs:
 
 
 class _Shape(NamedTuple):
-    """What a graph is captured for; ``context`` is the number of slots that attention reads."""
+    """Sizes that identify a graph; ``context`` is the number of cache slots attention reads."""
 
     arena: Arena
     num_rows: int
@@ -210,7 +210,7 @@ class _StaticPlan(PassPlan):
 
 
 class Graphs(Backend):
-    """Runs passes of few rows over static buffers, one graph per shape; others run by ``eager``."""
+    """Runs passes of few rows over static buffers, a graph per shape; ``eager`` runs all others."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
         self.layers = eager.layers
@@ -246,7 +246,7 @@ class Graphs(Backend):
     def run(
         self, rows: Sequence[Rows], hidden: Tensor | None, logits_rows: IntArray | None
     ) -> RunnerOutput:
-        """Replays one graph per request; returns copies of the rows that were asked for."""
+        """Replays one graph per request; returns copies of the outputs, without padding rows."""
         if not self.serves(rows):
             return self._eager.run(rows, hidden, logits_rows)
         parts = [[part] for part in rows if len(part)]
@@ -296,7 +296,7 @@ class Graphs(Backend):
         """Does nothing: from now on ``_replay`` captures new shapes at once."""
 
     def _prepare(self, shape: _Shape) -> None:
-        """Captures a shape unless it is captured; its buffers must contain inputs of some pass."""
+        """Captures the graph of ``shape`` if there is none; its buffers must have valid inputs."""
         if shape in self._ready:
             return
         launch = self._launch_of(shape)
@@ -325,7 +325,7 @@ def _launch(eager: Eager, shape: _Shape, inputs: Inputs) -> RunnerOutput:
 
 
 def _cut(output: RunnerOutput, num_rows: int, logits_rows: IntArray) -> RunnerOutput:
-    """Copies rows, because the next replay overwrites the static outputs."""
+    """Returns copies without padding rows, because the next replay overwrites ``output``."""
     logits = output.logits
     if logits is not None and len(logits_rows) == num_rows:
         logits = logits[:num_rows].clone()

@@ -1,1 +1,1 @@
-"""Passes in ONNX Runtime on a CPU: graphs, sessions and draft heads."""
+"""Forward passes in ONNX Runtime on a CPU: graphs of models and draft heads, and their sessions."""

@@ -1,8 +1,8 @@
 """ONNX graphs of Llama-like models, for ONNX Runtime on a CPU.
 
 A graph is one pass over R rows of one request. ONNX Runtime's GroupQueryAttention appends the rows'
-keys and values in place to the request's own cache, and an additive mask says what a tree row sees.
-The session reads weights from memory.
+keys and values in place to the request's own cache; an additive mask says which slots a tree row
+sees. Weights are not stored in the graph: the session gets them as arrays in memory.
 
 Shape letters: R rows, N slots in use after the pass, C capacity in slots, A rows whose logits are
 computed, E hidden size, H query heads, G key/value heads, D head size, V vocabulary.
@@ -27,7 +27,7 @@ from specdec.types import HiddenName
 
 _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
-_FLOAT, _INT64, _INT32, BOOL = 1, 7, 6, 9  # of onnx.TensorProto
+_FLOAT, _INT64, _INT32, BOOL = 1, 7, 6, 9  # values of onnx.TensorProto.DataType
 QUANTISED = "MatMulNBits"
 
 
@@ -58,8 +58,8 @@ def epsilon(norm: Any) -> float:
 
 
 def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
-    """Writes the pass of a slice as a graph; its family must be in ``FAMILIES``. ``bits`` of a
-    weight in linear layers and the output head; None: float32.
+    """Writes the pass of a model slice as an ONNX graph; its family must be in ``FAMILIES``. Linear
+    layers and the output head are quantised to ``bits`` per weight; None leaves float32.
 
     The outputs ``state_0``, ``state_1``, ... are the slice's output, then the captured states.
     """
@@ -104,7 +104,7 @@ class GraphWriter:
     rotary: Callable[..., Any] | None = None
     # layer of the graph -> scaling and window of its attention. Default: none.
     options: Mapping[int, ScoreOptions] = field(default_factory=dict)
-    bits: int | None = None  # of a weight in matrices of ``linear``; None: they are float32
+    bits: int | None = None  # bits per weight in matrices of ``linear``; None: float32
     weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
@@ -193,7 +193,7 @@ class GraphWriter:
         return self.op("Gather", both, self.constant("places", places.tolist()), axis=-1)
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
-        """Returns the root-mean-square norm of ``value + update``, and the sum."""
+        """Adds the RMS norm of ``value + update``; returns the names of the norm and of the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
         name, eps = self.weight(name, weight), epsilon(module)
@@ -206,8 +206,8 @@ class GraphWriter:
         return outputs[0], outputs[3]
 
     def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
-        """Adds a decoder layer over the residual stream ``stream + update``, a sum that the next
-        norm's fused operator computes, and returns both.
+        """Adds a decoder layer whose input is ``stream + update``; returns the names of its own
+        (stream, update), which the fused operator of the next norm adds up.
         """
         normed, stream = self.norm(layer.input_layernorm, stream, update)
         attended = self.attention(index, layer.self_attn, normed)
@@ -268,7 +268,7 @@ class GraphWriter:
         return name
 
     def rotary_tables(self) -> tuple[str, str]:
-        """Registers cosines and sines of all positions, [positions, D / 2] each."""
+        """Registers rotary cosines and sines, [positions, D / 2] each, and returns their names."""
         if "cosines" not in self.weights:
             assert self.rotary is not None, "attention needs rotary embeddings"
             places = torch.arange(self.config.max_position_embeddings)[None]

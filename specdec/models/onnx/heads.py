@@ -1,10 +1,10 @@
 """Passes of EAGLE and Medusa heads in ONNX Runtime, on a CPU (``model.backend=onnx``).
 
-One session call computes the rows of one request through an EAGLE head, from the target's features
-or the head's own outputs to logits. Adjacent rows of one cache share a call: corrected entries of
-the prefix, new ones, and nodes. Medusa heads have no cache: a pass is norm, block and output matrix
-over the rows of all requests; heads that share the target's output matrix share one session for it,
-so that ONNX Runtime stores one copy of the matrix.
+For an EAGLE head, one session call takes the rows of one request from the target's features, or the
+head's own outputs, to logits. Adjacent rows of one cache share a call: recomputed prefix entries,
+new ones, and tree nodes. Medusa heads have no cache: a pass applies norm, block and output matrix
+to the rows of all requests; heads that use the target's output matrix share one session for it, so
+that ONNX Runtime stores one copy of the matrix.
 
 Shape letters: R rows of a pass, A rows whose logits are computed, E hidden size, S feature size, U
 draft vocabulary, V vocabulary, K heads.
@@ -31,12 +31,12 @@ from specdec.types import IntArray
 
 
 def build_head_graph(head: EagleHead, bits: int | None = None) -> Graph:
-    """Writes a pass of a head as a graph; ``problem`` must accept its configuration. ``bits`` of a
-    weight in its matrices, None for float32.
+    """Writes a pass of an EAGLE head as an ONNX graph; ``problem`` must accept its config. Matrices
+    are quantised to ``bits`` per weight, None leaves float32.
 
-    Inputs: tokens and positions int64[1, R]; features [1, R, S] and own [1, R, E], of which
-    is_feature bool[R, 1] chooses every row's state; logits_rows int64[A]. Outputs: states [1, R, E]
-    and logits [1, A, U].
+    Inputs: tokens and positions int64[1, R]; features [1, R, S]; own [1, R, E]; is_feature
+    bool[R, 1], whether a row's state comes from its feature, else it is the row of ``own``;
+    logits_rows int64[A]. Outputs: states [1, R, E] and logits [1, A, U].
     """
     config = head.config
     options = dict.fromkeys(range(len(head.layers)), ScoreOptions())
@@ -198,7 +198,7 @@ class OnnxMedusa:
         self._heads = heads
 
     def logits(self, number: int, hidden: Tensor) -> Tensor:
-        """Returns [R, V] of head ``number`` (1 .. K) for hidden [R, E] on the host, R >= 1."""
+        """Returns logits [R, V], R >= 1, of head ``number`` (1 .. K) for states [R, E] on a CPU."""
         head, session = self._heads[number - 1], self._sessions[number - 1]
         found = _run(session, hidden.numpy())
         if head.output is None:
@@ -207,7 +207,7 @@ class OnnxMedusa:
 
 
 def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:
-    """Maps ``hidden`` [R, E] to logits [R, V], or to the input of the target's output head."""
+    """Builds the graph of a head, without its output matrix if that is the target's."""
     writer = GraphWriter(target.config.get_text_config())
     size = target.config.get_text_config().hidden_size
     value, _ = writer.norm(head.norm, writer.declare_floats("hidden", ["R", size]), None)

@@ -1,4 +1,4 @@
-"""Passes of a slice in ONNX Runtime, on a CPU (``model.backend=onnx``).
+"""Forward passes of a slice of a model in ONNX Runtime, on a CPU (``model.backend=onnx``).
 
 Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
 """
@@ -30,9 +30,9 @@ _ONE_ROW: IntArray = np.zeros(1, np.int64)
 
 class Onnx(Backend):
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
-        """Builds the session and compares a few tokens with eager passes: with ``bits``, whose
-        rounded weights (``specdec.models.packing``) the eager model has, in a session that does not
-        round activations.
+        """Builds the session; UserError if results for a few tokens differ from those of ``eager``.
+        If ``bits`` is given, the weights of ``eager`` are rounded (``specdec.models.packing``), and
+        the session that is compared does not round activations, unlike the final one.
         """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
@@ -100,10 +100,10 @@ class Onnx(Backend):
 
 
 def _pieces(rows: Rows) -> list[Rows]:
-    """Splits the first rows of a cache before their tree.
+    """Splits rows for an empty cache after the prefix, or after the first node, if nodes branch.
 
-    ONNX Runtime's attention gives the rows of an empty cache the positions 0, 1, 2, ... whatever it
-    is given, which is wrong for siblings.
+    ONNX Runtime's attention gives the rows of an empty cache the positions 0, 1, 2, ... and ignores
+    the positions of the pass, which is wrong for siblings.
     """
     if rows.start or np.array_equal(rows.positions, np.arange(len(rows))):
         return [rows]

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime over this library's caches.
+"""Sessions of ONNX Runtime that read and extend this library's key/value caches in place.
 
 Shape letters: R rows of one request, n slots in use after the pass.
 """
@@ -19,7 +19,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 class CacheSession:
     def __init__(self, graph: Graph, windows: Iterable[int | None]) -> None:
-        """Creates the session for layers with these sliding ``windows`` (None: full attention)."""
+        """Creates a session; ``windows``: sliding windows of its layers (None: full attention)."""
         self._session = new_session(graph)
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
         # id of a live cache -> its memory, and the binding that has it
@@ -28,9 +28,9 @@ class CacheSession:
     def run(
         self, rows: Rows, inputs: Mapping[str, Array], outputs: Mapping[str, tuple[int, ...]]
     ) -> list[Tensor]:
-        """Runs a pass over the rows of one request, with further ``inputs`` of the graph.
+        """Runs a pass over one request's rows; ``inputs`` are all inputs but positions and masks.
 
-        ``outputs`` maps names to shapes [1, ..]; returns float32 tensors [..], in this order.
+        ``outputs`` maps output names to shapes [1, ..]; returns float32[..] of each, in this order.
         """
         shape = (len(rows), rows.end)
         keys_values, done = rows.cache.buffers(rows)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose layers ``specdec.models.onnx.graph`` can write as a graph."""
+"""Model families whose layers ``specdec.models.onnx.graph`` can write as an ONNX graph."""
 
 _FAMILIES = ", ".join(sorted(FAMILIES))
 _HEAD_SIZES = 16  # ONNX Runtime's rotary embeddings take multiples of it
@@ -22,7 +22,7 @@ _PACKAGES = ("onnx", "onnxruntime")
 
 
 def problem(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns why ``model.backend=onnx`` cannot run such models; None if it can."""
+    """Returns why ``model.backend=onnx`` cannot run models of this ``config``; None if it can."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} cannot be imported: pip install {' '.join(missing)}"

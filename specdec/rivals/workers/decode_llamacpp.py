@@ -63,8 +63,8 @@ def generate(prompt: list[int], max_new_tokens: int, sampling: dict[str, Any]) -
 
 
 def score(tokens: list[int]) -> dict[str, float]:
-    """Returns the negative log-likelihood of all tokens but the first, each decoded alone, with a
-    bias that makes the next token the sampled one; its log probability is that without the bias.
+    """Returns the negative log-likelihood of all tokens but the first. Each is decoded alone, with
+    a bias that makes it the sampled token; the server states its log probability without the bias.
     """
     body = {"n_predict": 1, "n_probs": 1, "temperature": 0, **PLAIN, "cache_prompt": True}
     nats = 0.0
@@ -82,7 +82,7 @@ def _seconds(part: dict[str, Any]) -> float:
 
 
 def _with_hidden(shown: list[Any], tokens: list[int], end_s: float) -> list[tuple[int, float]]:
-    """Adds tokens inside a character, which the stream leaves out, at the next one's time."""
+    """Adds tokens that end within a character, which the stream omits, at the next one's time."""
     rest, pairs = list(shown), []
     for token in tokens:
         pairs.append((token, rest[0][1] if rest else end_s))

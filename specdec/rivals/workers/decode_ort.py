@@ -26,7 +26,7 @@ def convert(model: str, folder: str, site: str) -> dict[str, Any]:
 def open_(
     target: str, draft: str | None, method: str, threads: int, eos: list[int], options: Any
 ) -> dict[str, Any]:
-    """Loads the models from a temporary folder of links, whose configuration names both."""
+    """Loads target and draft from a temporary folder of links, with one configuration for both."""
     with tempfile.TemporaryDirectory() as folder:
         config = _config(target, folder, "target", threads)
         # A model without an end token still needs a number there: one outside the vocabulary.

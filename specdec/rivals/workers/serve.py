@@ -12,8 +12,8 @@ from typing import Any
 
 
 def serve(*functions: Callable[..., dict[str, Any]]) -> None:
-    """Answers messages by the function named ``op`` (less a final "_"); what libraries print goes
-    to standard error.
+    """Answers each message by the function that its ``op`` names (without a final "_" of the
+    function's name); what libraries print goes to standard error.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
