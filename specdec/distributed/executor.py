@@ -195,7 +195,7 @@ class DistributedExecutor(Executor):
         self._closes.append(request_id)
 
     def reports(self) -> list[dict[str, Any]]:
-        return self._group.reports(self._session, self._ranks)
+        return self._group.reports(self._session, self._ranks, self._timeout_s)
 
     def draft_reports(self) -> list[dict[str, Any]]:
         return [] if self._draft is None else self._draft.reports()

@@ -129,15 +129,17 @@ class RankGroup:
         """Process ids of ranks 1, 2, ..; None if torchrun or Slurm has started the ranks."""
         return None if self._processes is None else self._processes.pids
 
-    def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        return self._ask(Kind.REPORT, session, ranks)
+    def reports(self, session: int, ranks: Sequence[int], timeout_s: float) -> list[dict[str, Any]]:
+        return self._ask(Kind.REPORT, session, ranks, timeout_s)
 
-    def _ask(self, kind: Kind, session: int, ranks: Sequence[int]) -> list[Any]:
+    def _ask(
+        self, kind: Kind, session: int, ranks: Sequence[int], timeout_s: float | None = None
+    ) -> list[Any]:
         """Sends a message that each rank answers in the store; waits and returns the answers."""
         number = next(self._report_ids)
         self.send(Message(kind, session, number), ranks)
         keys = [store_key("report", session, number, rank) for rank in ranks]
-        self.wait_for(keys)
+        self.wait_for(keys, timeout_s)
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
@@ -207,9 +209,13 @@ class RankGroup:
         """Kills the group, which has made no progress for ``timeout_s``; returns the error."""
         return self._kill_with(self._failures.hang(timeout_s))
 
-    def wait_for(self, keys: list[str]) -> None:
+    def wait_for(self, keys: list[str], timeout_s: float | None = None) -> None:
+        begins = True
         while not self._store.check(keys):
             self.check()
+            if timeout_s is not None:
+                self.check_progress(timeout_s, begins=begins)
+                begins = False
             if stale := self._failures.stale(_LOAD_TIMEOUT_S):
                 cause = f"it gave no sign of life for {_LOAD_TIMEOUT_S:g} s"
                 raise self._kill_with(RankFailure(rank=stale[0], cause=cause))

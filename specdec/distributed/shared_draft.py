@@ -131,7 +131,7 @@ class DraftGroup:
         self._group.send(Message(Kind.DRAFT, self._session, self.step, calls), self._members)
 
     def reports(self) -> list[dict[str, Any]]:
-        return self._group.reports(self._session, self._members)
+        return self._group.reports(self._session, self._members, self._timeout_s)
 
     def failed(self, lost: PeerLost, waited_s: float) -> BaseException:
         if waited_s >= self._timeout_s:

@@ -91,7 +91,7 @@ class _Group:
     def check(self) -> None:
         """Failures are raised by ``send`` or ``reply``."""
 
-    def reports(self, session: int, ranks: Sequence[int]) -> list[dict[str, object]]:
+    def reports(self, session: int, ranks: Sequence[int], _: float) -> list[dict[str, object]]:
         parts = [self.sessions[session, rank] for rank in ranks]
         return [{**part.report(), "bytes_sent": 0} for part in parts]
 

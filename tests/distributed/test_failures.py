@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.compose.workbench import Workbench, build
+from specdec.distributed.ranks import Ranks
 from specdec.errors import RankFailure
 from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
-from tests.distributed.processes import (
-    is_alive,
-    ranks_of,
-    started,
-    wait_until,
-)
+from tests import toys
+from tests.distributed.processes import is_alive, ranks_of, started, wait_until
 from tests.distributed.support import config, runner
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -107,6 +105,23 @@ def test_a_stopped_stage_is_named_within_the_timeout(tmp_path: Path) -> None:
     for word in ("rank 1 ", "sign of life", "timeout_s=4"):
         assert word in said, message
     assert took < 4 + LIMIT_S
+
+
+def test_a_rank_that_stops_before_its_counters_are_read_is_named() -> None:
+    """Between prompts rank 0 waits in the store: once this ended after 120 s only."""
+    model = {"kind": "random", **toys.MODEL}
+    ranks = Ranks(model=model, clock={"kind": "measured"}, threads=1, timeout_s=1.0)
+    bench = Workbench(toys.pair(), seed=toys.SEED, ranks=ranks)
+    keys = {"executor.stages": 2, "executor.transport": "distributed"}
+    executor = build("specpipe", bench, **keys).executor
+    assert len(executor.reports()) == 2
+    os.kill(executor._group.pids[0], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(
+        RankFailure, match=r"rank 1 .* nothing has moved for executor\.timeout_s=1 s"
+    ):
+        executor.reports()
+    assert time.monotonic() - start < LIMIT_S
 
 
 @pytest.mark.parametrize(
