@@ -80,15 +80,20 @@ def main(arguments: Arguments) -> int:
         if layers is not None:  # other models are checked with their files
             check_stages(job.config, layers, f"model={job.config['choices']['model']}")
     fail_fast = "--fail-fast" in arguments.flags
-    verdicts = [
-        _verify(job, root / job.name if several else root, depth, fail_fast, keep=several)
-        for job in found
-    ]
+    verdicts, refused = list[Node](), list[str]()
+    for job in found:
+        folder = root / job.name if several else root
+        try:
+            verdicts.append(_verify(job, folder, depth, fail_fast, keep=several))
+        except UserError as refusal:
+            refused.append(f"strategy={job.name} was not checked: " * several + str(refusal))
     if several:
         for verdict in verdicts:
             print(f"{verdict['verdict']} ({verdict['seconds']:.0f} s)")
         lossless = sum(verdict["lossless"] for verdict in verdicts)
-        print(f"{lossless} of {len(verdicts)} are lossless; results in {root}")
+        print(f"{lossless} of {len(found)} are lossless; results in {root}")
+    if refused:
+        raise UserError("; ".join(refused))
     return 0 if all(verdict["lossless"] for verdict in verdicts) else 1
 
 

@@ -30,6 +30,7 @@ from specdec.errors import RankFailure, UserError
 
 _POLL_S = 0.1
 _LOAD_POLL_S = 0.02
+_NEVER_S = float("inf")
 _LOAD_TIMEOUT_S = 120.0  # without any heartbeat
 _MAX_PENDING = 256  # small messages; rank 0 must never wait for a slow rank
 _GRACE_S = 5.0  # for ranks to exit on their own
@@ -133,7 +134,7 @@ class RankGroup:
         return self._ask(Kind.REPORT, session, ranks, timeout_s)
 
     def _ask(
-        self, kind: Kind, session: int, ranks: Sequence[int], timeout_s: float | None = None
+        self, kind: Kind, session: int, ranks: Sequence[int], timeout_s: float = _NEVER_S
     ) -> list[Any]:
         """Sends a message that each rank answers in the store; waits and returns the answers."""
         number = next(self._report_ids)
@@ -209,13 +210,11 @@ class RankGroup:
         """Kills the group, which has made no progress for ``timeout_s``; returns the error."""
         return self._kill_with(self._failures.hang(timeout_s))
 
-    def wait_for(self, keys: list[str], timeout_s: float | None = None) -> None:
+    def wait_for(self, keys: list[str], timeout_s: float = _NEVER_S) -> None:
         begins = True
         while not self._store.check(keys):
-            self.check()
-            if timeout_s is not None:
-                self.check_progress(timeout_s, begins=begins)
-                begins = False
+            self.check_progress(timeout_s, begins=begins)
+            begins = False
             if stale := self._failures.stale(_LOAD_TIMEOUT_S):
                 cause = f"it gave no sign of life for {_LOAD_TIMEOUT_S:g} s"
                 raise self._kill_with(RankFailure(rank=stale[0], cause=cause))

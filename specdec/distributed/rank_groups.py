@@ -17,8 +17,6 @@ from specdec.distributed.launch import Processes, start_fork_server
 from specdec.errors import UserError
 
 _ADDRESS = "127.0.0.1"
-
-
 _local: dict[tuple[int, int | None, int], RankGroup] = {}
 """Groups started here, by (ranks with rank 0, threads per rank, ``number`` of the handle)."""
 _external: RankGroup | None = None

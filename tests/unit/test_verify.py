@@ -30,6 +30,7 @@ from specdec.certify.oracle import (
 from specdec.cli.main import main
 from specdec.compose.workbench import Parts, Workbench
 from specdec.config.job import run_job_of
+from specdec.errors import UserError
 from specdec.interfaces import Verifier
 from specdec.pairs import RandomPair
 from specdec.policies import Chain
@@ -202,6 +203,8 @@ def test_several_presets_are_certified_and_only_failures_again(
     def certify(config, **_) -> Report:
         name = config["strategy"]["name"]
         certified.append(name)
+        if name == "pearl":
+            raise UserError("no draft")
         good = name != "suffix" or certified.count(name) > 1
         return Report(name, Lossless.TOKEN, (Check("greedy_parity", good, ""),))
 
@@ -214,6 +217,11 @@ def test_several_presets_are_certified_and_only_failures_again(
     assert json.loads((tmp_path / "all/suffix/verify.json").read_text())["lossless"]
     assert main([*words, "sampling=t08"]) == 2  # the folder has other certificates
     assert "another configuration" in capsys.readouterr().err
+    words = ["verify", "strategies=[pearl,ar]", "model=random", f"output_dir={tmp_path / 'two'}"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "strategy=pearl was not checked: no draft" in said.err
+    assert "1 of 2 are lossless" in said.out
 
 
 def test_a_lossy_verifier_is_said_to_be() -> None:
