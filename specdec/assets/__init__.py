@@ -1,1 +1,1 @@
-"""Weights, tokenizers and samples of the bundled family; see tiny/README.md."""
+"""Bundled models and their data; see tiny/README.md and smollm2/README.md."""

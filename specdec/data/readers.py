@@ -118,7 +118,7 @@ def multiple_choice(folder: Path, subset: str | None) -> Iterator[DataRecord]:
 
 
 def books(titles: dict[str, str]) -> Reader:
-    """Makes a reader of a folder of Project Gutenberg texts without headers and footers; ``titles``
+    """Makes a reader of Project Gutenberg texts that strips their headers and footers; ``titles``
     maps file names without suffix to titles, in the order of the set.
     """
 

@@ -245,8 +245,8 @@ def _num_rows(flights: Sequence[InFlight | None]) -> list[int]:
 class StepCharges:
     """Charges the clock's ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
 
-    All stages start with the step, which ends when the slowest has finished. On the wall clock of
-    one process, charges of other ranks are predictions (paced) or ignored (measured). A profile has
+    All stages start with the step, which ends when the slowest has finished. A paced clock plans
+    the other ranks' times from these charges; a measured clock ignores them. A latency profile has
     the cost of one device; the devices of a stage run one after the other (PipeDec 3.1).
     """
 

@@ -1,7 +1,7 @@
-"""The search of a plan: short simulations choose layouts and sizes, then successive halving.
+"""Plan search: short simulations choose device layouts and policy sizes, then successive halving.
 
-Later rounds compare fewer candidates on more prompts, the same for all. Intervals of ratios come
-from resampling the prompts (``Times.resampled``), fewer if acceptance is uncertain (``effective``).
+Each later round runs fewer candidates on more prompts. Intervals of time ratios are bootstrapped
+over prompts (``Times.resampled``), fewer if acceptance is known from few requests (``effective``).
 """
 
 from collections.abc import Mapping, Sequence

@@ -30,7 +30,7 @@ _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Milliseconds of each repeat on ``tokens`` rows; of the head, differences that may be < 0."""
+    """Milliseconds per repeat on ``tokens`` rows; a head's are differences, which may be < 0."""
 
     tokens: int
     ms: tuple[float, ...]

@@ -104,7 +104,7 @@ def write_answers(
     seed: int,
     report: Report,
 ) -> None:
-    """Appends the target's answers to prompts (id -> token ids), without those in the file.
+    """Appends the target's answers to file ``path``; skips prompts (id -> tokens) that it has.
 
     All rows of a batch are sampled by one seed, so an answer depends on the prompts beside it.
     """

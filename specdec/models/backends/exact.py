@@ -236,8 +236,8 @@ _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
 
 
 def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int, ...]:
-    """Returns, ascending, the numbers of rows with which all operators give a row the same bits;
-    UserError if its bits depend on its index or layout even in passes of ``MOST_ROWS`` rows.
+    """Returns, ascending, the row counts at which all operators give the reference pass's bits;
+    UserError if an operator's bits depend on a row's place or layout even at ``MOST_ROWS`` rows.
     """
     counts = set(ROW_COUNTS)
     for operator in operators:
