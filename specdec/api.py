@@ -40,11 +40,11 @@ class Generation:
     """Result of ``generate`` for one prompt.
 
     Attributes:
-        text: the decoded output without special tokens; empty for pairs without a tokenizer.
+        text: the decoded output without special tokens; empty if the models have no tokenizer.
         tokens: output tokens.
         origins: for each token the index of the source that proposed it; -1 for none.
         finish_reason: eos, stop_string, length or cancelled.
-        metrics: metrics of the whole call (docs/metrics.md), which its prompts share.
+        metrics: metrics (docs/metrics.md) of the whole call, over all of its prompts.
     """
 
     text: str
@@ -110,8 +110,8 @@ class Decoder:
             for step in decoder.stream("def fib(n):"):
                 print(step.text, end="")
 
-    Models stay loaded, and ranks of a distributed pipeline stay running, until ``close``. A
-    cancelled request releases its caches and its work in flight, as a finished one does.
+    Models stay loaded, and the processes of a distributed pipeline stay running, until ``close``.
+    A cancelled request releases its caches and its work in flight, as a finished one does.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Decoder:
         """Builds the strategy and its models.
 
         Args:
-            overrides: as on the command line of ``specdec run``.
-            config_dirs: further configuration trees (``--config-dir``).
+            overrides: settings ``key=value``, as on the command line of ``specdec run``.
+            config_dirs: folders of further configuration files (``--config-dir``).
             pair: models to share with other decoders; built from ``model=`` if omitted.
         """
         cfg = _config(overrides, config_dirs)
@@ -376,7 +376,7 @@ def verify(
     checks: Sequence[str] | None = None,
     depth: str = "standard",
 ) -> Report:
-    """Certifies a configuration, as ``specdec verify`` does.
+    """Runs the checks of ``specdec verify`` on a configuration; returns their report.
 
     Args:
         overrides, config_dirs: see ``Decoder``.
@@ -442,11 +442,11 @@ def compare(
         print(specdec.compare(["ar", "speculative", "best_first"], ["data.limit=2"]))
 
     Args:
-        strategies: presets, in the order of the rows; times are compared with those of ``ar``.
+        strategies: names of presets, one row each; times are compared with plain decoding, ``ar``.
         overrides: as on the command line, ``repeats=`` among them.
-        config_dirs: further configuration trees (``--config-dir``).
+        config_dirs: folders of further configuration files (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: folder of the result files, which the same call resumes; None: none are kept.
+        output_dir: folder for result files, from which a repeated call resumes; None: keeps none.
     """
     if isinstance(strategies, str) or isinstance(overrides, str):
         raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")

@@ -4,7 +4,7 @@ With a vocabulary of 128k, a row of float64 takes a megabyte. Verifiers that sup
 ``SupportProbs`` read only the tokens of positive probability; numpy functions convert a
 ``SupportProbs`` to a dense array.
 
-Shape letters: A rows, V vocabulary, W selected rows, S stored entries, N entries of all rows.
+Shape letters: A rows, V vocabulary, W selected rows, S entries stored per row, N positive ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SupportProbs:
 
     @property
     def support(self) -> tuple[npt.NDArray[np.int64], _Array]:
-        """Returns token ids int64[N] and probabilities float64[N] without padding, row by row."""
+        """Returns the positive entries, row by row: ids int64[N], probabilities float64[N]."""
         positive = self.values > 0.0
         return self.ids[positive], self.values[positive]
 
@@ -76,7 +76,7 @@ def on_host(probs: Probs) -> _Array:
 
 
 def concatenate(parts: Sequence[Probs]) -> _Array | SupportProbs:
-    """Concatenates rows; dense unless all are ``SupportProbs`` of the same vocabulary size."""
+    """Concatenates rows; dense unless all parts are ``SupportProbs`` of one vocabulary size."""
     supports = [part for part in parts if isinstance(part, SupportProbs)]
     if len(supports) < len(parts) or len({part.vocab_size for part in supports}) != 1:
         return np.concatenate([on_host(part) for part in parts])

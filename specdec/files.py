@@ -138,10 +138,10 @@ def is_full(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveFormat:
-    """An archive of arrays (``.npz`` without pickled objects) whose ``head`` is a JSON object.
+    """A kind of file: an ``.npz`` of arrays (no pickled objects), one of them a JSON text ``head``.
 
-    Error messages call such a file ``what``. They end with a remedy: ``missing`` if there is no
-    file, ``other`` if it is not ``what``, ``again`` if its version differs or it is damaged.
+    ``what`` names the kind in error messages. They end with one of three remedies: ``missing`` if
+    no file is there, ``other`` if it is not one, ``again`` for another name, version or damage.
     """
 
     name: str
@@ -159,7 +159,7 @@ class ArchiveFormat:
         return write_bytes(path, stream.getvalue())
 
     def read(self, path: str | Path, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns head and arrays; in ``UserError`` messages ``where`` names the file."""
+        """Returns ``head`` and the arrays by name; ``UserError`` texts call the file ``where``."""
         try:
             with np.load(Path(path).expanduser(), allow_pickle=False) as file:
                 head = parse_json(str(file["head"]))

@@ -104,7 +104,7 @@ class TokenSource(_Part, ABC):
 
     @property
     def levels(self) -> Sequence[TokenSource]:
-        """The sources that ``Events.start(level=...)`` can start. Default: only this one."""
+        """The sources that ``Events.start`` can start, by its ``level``. Default: only this one."""
         return (self,)
 
     @property
@@ -138,7 +138,7 @@ class TokenSource(_Part, ABC):
 
     def set_wakeup(self, event: threading.Event) -> bool:
         """Asks the source to set ``event`` whenever a pass has ended; returns whether it will. If
-        not, a wait on a measured clock polls every millisecond.
+        not, a wait on a measured clock (wall time) polls every millisecond.
         """
         return not self.asynchronous
 
@@ -165,8 +165,8 @@ class Events(ABC):
 
     @abstractmethod
     def next(self) -> Event:
-        """Waits for the next event and returns it: on a simulated or paced clock the one planned
-        first, on a measured clock the first that happens.
+        """Waits for the next event and returns it: on a clock with a latency profile (simulated or
+        paced) the one planned first, on a measured clock (wall time) the first that happens.
 
         If several have happened, ends of draft passes come first, then early exits and hidden
         states, then the target's event, which every further call returns until the step ends.
@@ -246,7 +246,7 @@ class Executor(_Part, ABC):
     """Runs the target: an asynchronous verification service, with or without a fixed latency.
 
     A class that ``executor._target_`` names is created in two phases: ``plan`` computes what
-    policies and sources depend on, such as the latency; ``build`` loads the models after these.
+    policies and sources depend on, such as the latency; ``build`` loads the models after that.
     """
 
     options: type[Any] | None = None
@@ -330,7 +330,7 @@ class Executor(_Part, ABC):
 
     def set_wakeup(self, event: threading.Event) -> bool:
         """Asks the executor to set ``event`` whenever something arrives; returns whether it will
-        (else a measured clock polls every millisecond).
+        (if not, waits on a measured clock, wall time, poll every millisecond).
         """
         return False
 
@@ -338,7 +338,7 @@ class Executor(_Part, ABC):
         """Releases processes and memory; called once, also after an error."""
 
     def reports(self) -> Sequence[dict[str, Any]]:
-        """Returns, for each other process, its clock's report, rows computed and bytes sent."""
+        """Returns, per process besides this one: its clock's report, rows computed, bytes sent."""
         return ()
 
     def draft_reports(self) -> Sequence[dict[str, Any]]:

@@ -141,7 +141,7 @@ class RequestState:
 
     @property
     def num_prefill(self) -> int:
-        """Number of prompt tokens to prefill: all but the last, which is the first root."""
+        """Number of prompt tokens to prefill: all but the last, the first tree's root."""
         return self.num_prompt - 1
 
     @property
@@ -191,7 +191,7 @@ class Load:
 
 
 class DecodeState:
-    """The live requests of a run, with its step counter, random numbers, clock and meter.
+    """The live requests of a run, with the run's step counter, random numbers, clock and meter.
 
     Attributes:
         turn: ids of the requests whose nodes may be submitted in this step; None: all. The
@@ -214,7 +214,7 @@ class DecodeState:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Counts all work of the controller inside the block as draft work, also that of layers and
+        """Counts all work of this process inside the block as draft work, also that of layers and
         heads of the target (early exits, Medusa).
         """
         self.clock.drafting = self.meter.drafting = True

@@ -135,7 +135,7 @@ class Lossless(StrEnum):
 
     ``TOKEN``: the output equals plain decoding with the same seed, token for token.
     ``DISTRIBUTION``: every token is distributed as under the target. ``LOSSY``: neither; results
-    carry this label wherever they are printed.
+    are marked as lossy wherever they are printed.
     """
 
     TOKEN = "token"  # noqa: S105 - a label, not a secret
@@ -166,8 +166,8 @@ class Needs:
         hidden: hidden states of all rows, prompt rows included, delivered with the row's answer.
         early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
-        further_exits: numbers of layers before exits besides the model's own (``exit_layer``).
-        real_nodes: ``expand`` must receive nodes of the real trees, whose ids the executor knows.
+        further_exits: further exits, each by its number of layers; not the pair's ``exit_layer``.
+        real_nodes: ``expand`` must receive nodes of the requests' trees, not of a source's own.
         all_answers: the target's tokens after all answered nodes; else, under ``Lossless.TOKEN``,
             an executor may omit those after nodes off the target's path (``Answers.tokens``).
     """
@@ -374,7 +374,7 @@ class Answers:
 
     Attributes:
         tokens: int64[A], the target's own next token after each node;
-            ``NO_TOKEN`` for nodes off the target's path (``Needs.all_answers``).
+            ``NO_TOKEN`` for nodes off the path of these tokens (``Needs.all_answers``).
         probs: float64[A, V], distributions after sampling transforms, if a part needs them.
         hidden: name -> [A, E], in the target's dtype, if a part needs them.
     """
@@ -448,7 +448,7 @@ class Verdict:
 
     Attributes:
         accepted_ids: int64[D], the accepted path below the root, all of it answered.
-        next_token: the correction or bonus token; with one level per step, the root's next token.
+        next_token: the correction or bonus token; if a batch is one level, the root's next token.
         num_verified: number of draft tokens tested: accepted ones and the last node's children.
     """
 

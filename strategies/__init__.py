@@ -1,6 +1,6 @@
-"""Parts of single papers: token sources, tree policies and verifiers that only their preset needs.
+"""Token sources, tree policies and verifiers that only the presets of a single paper use.
 
-A preset is a YAML file of ``conf/strategy``; ``specdec.build`` creates its parts in Python.
+A preset is a YAML file in ``conf/strategy`` that names such parts; ``specdec.build`` creates them.
 """
 
 from typing import TYPE_CHECKING

@@ -12,7 +12,7 @@ class FreeRunning(FreeDraft):
     """Submits every drafted token as soon as the target is ready; the draft never stops.
 
     Args:
-        ahead: maximum number of tokens below the root, submitted or not.
+        ahead: maximum number of draft tokens after the last committed one, submitted or not.
         wait: submit no root without a draft token below it, as in the paper. False: the target
             never waits.
     """

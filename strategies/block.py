@@ -1,11 +1,11 @@
 """Block drafters: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147), as chains and as trees.
 
 One pass of the drafter gives the marginals of the next M tokens (``specdec.models.block``), in
-DSpark given the token before. ``policy=dflash`` drafts the most probable chain, as published, and
-``policy=ddtree`` the most probable tree. DSpark's schedule of verified lengths over a batch is not
-here: ``source.confidence`` ends a draft where the confidence head expects a rejection.
+DSpark each given the token before it. ``policy=dflash`` drafts the most probable chain, as
+published, ``policy=ddtree`` the most probable tree. Instead of DSpark's schedule of verified
+lengths, ``source.confidence`` ends a draft where the confidence head expects a rejection.
 
-Shape letters: W nodes, M drafts of a block, E hidden size of the drafter, U draft vocabulary.
+Shape letters: W nodes, M draft tokens of a block, E hidden size of the drafter, U draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, N
 
 @dataclass(slots=True)
 class _Draft:
-    """A request's features that have arrived, the context read from them, and the root's block.
+    """One request's target features so far, the drafter's context of them, and the root's block.
 
     ``rows``, [M, E], are the drafter's outputs in this block; None until it was computed.
     """
@@ -41,18 +41,18 @@ class _Draft:
 
 
 class BlockSource(ModelSource):
-    """Proposes the candidates of a block drafter, whose first token is the root.
+    """Proposes the tokens that a block drafter predicts; the first token of a block is the root.
 
     A node at depth d gets its candidates from row d of the root's block. When the root moves the
     next block is computed, from all features up to the new root; nodes that were expanded before
     keep the candidates of the older block. In a pipeline the root is the oldest node without an
     answer, so its features have arrived, and the tree is at most M deep below it. The prompt's
     features arrive after the first root was submitted, which is therefore submitted alone; with
-    sampled candidates (rejection) this is so on every executor, so that outputs are equal.
+    sampled candidates (rejection) every executor does this, so that all give the same output.
 
     Args:
-        clock: charged as for one pass of the draft model per block and request.
-        meter: counts the passes as "block".
+        clock: the run's clock, which counts each request's block as one pass of the draft model.
+        meter: measures the drafter's passes under the name "block".
         head: folder of a DFlash or DSpark drafter for the target; None: an untrained one.
         untrained: kind of the untrained drafter.
         confidence: nodes get candidates while the product of the confidence head's estimates along
@@ -124,13 +124,13 @@ class BlockSource(ModelSource):
         self._drafts.pop(request_id, None)
 
     def _rows_of(self, request: RequestState, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, for each node, the block's row that predicts its children, and its token."""
+        """Returns, for each node, the row of the block for its children, and the node's token."""
         tree = request.tree
         slots = tree.slots(ids)
         return tree.positions[slots] - tree.positions[0], tree.tokens[slots]
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W]: which nodes can be expanded; computes the root's block if it can be."""
+        """Returns bool[W]: which nodes can be expanded; computes the root's block if missing."""
         draft, root = self._drafts[request.id], request.prefix_len
         if not 0 < root <= draft.features.known or (self.gives_probs and not request.output):
             return np.zeros(len(ids), np.bool_)

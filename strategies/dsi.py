@@ -17,7 +17,7 @@ from specdec.types import IntArray
 class Blocks(FreeDraft):
     """Submits every block of ``lookahead`` draft tokens when it is drafted, and every new root.
 
-    The chain of a request has at most one block for each copy of the target, and one more.
+    A request's chain has at most ``in_flight`` + 1 blocks: one per copy of the target, plus one.
 
     Args:
         lookahead: draft tokens per block.

@@ -1,8 +1,8 @@
 """Early exit, draft then verify (EESD): the baseline of PPSD (arXiv 2509.19368, 3.1).
 
 The target's first E layers and an exit head draft ``gamma`` tokens, then all of them pass the other
-layers at once. With ``max_gamma`` the length is drawn by Thompson sampling ("EESD w. TS", Table 2;
-Liu et al. 2024, arXiv 2406.03853). PPSD states no details, so this is our interpretation.
+layers at once. With ``max_gamma`` the number of drafted tokens is drawn by Thompson sampling ("EESD
+w. TS", Table 2; Liu et al. 2024, arXiv 2406.03853). PPSD gives no details; this is our reading.
 """
 
 from collections import defaultdict
@@ -25,17 +25,17 @@ _STREAM = 0x75  # key that separates these draws from other uses of the hash
 @validated
 @dataclass(eq=False, kw_only=True)
 class ThompsonChain(TreePolicy):
-    """Submits chains whose length is sampled by the acceptance rate so far (Thompson sampling).
+    """Submits draft chains whose length is Thompson-sampled from the acceptance rate so far.
 
     EESD's controller (Liu et al. 2024, arXiv 2406.03853) treats "draft another token or stop" as a
     two-armed bandit. The posterior of a request's acceptance rate is Beta(1 + accepted, 1 +
     rejected). Before each draft token a rate is sampled from the posterior, and a Bernoulli trial
-    with that rate decides whether the chain continues. Neither depends on the candidates, so
+    with that rate decides whether the chain continues. Neither draw depends on candidates, so
     rejection verifiers stay unbiased.
 
     Args:
         max_gamma: maximum number of draft tokens per target pass; the minimum is 1.
-        seed: seed of the controller's random numbers, which are independent of the tokens'.
+        seed: seed of the length's random numbers, independent of those that sample tokens.
     """
 
     value_dependent = False

@@ -39,7 +39,7 @@ class _DraftRound:
     Attributes:
         chosen: int64[C], ids of the nodes to submit, in increasing order.
         levels: number of levels below the root that are drafted; 0 if the root is new.
-        judged: whether the target has decided about a segment since the round began.
+        judged: whether a commit has decided about a segment since the round began.
     """
 
     chosen: IntArray = field(default_factory=lambda: NO_SLOTS)
@@ -59,13 +59,13 @@ class FlowSpec(TreePolicy):
 
     Args:
         nodes: number of nodes of a round's first tree, including the root.
-        segment: nodes per step until the round's first commit.
+        segment: nodes submitted per step until the round's first commit.
         width: nodes expanded per level.
         children: candidates per expanded node.
         depth: levels expanded below the root.
         grown_nodes: number of nodes of the tree that is grown at each new root.
-        grown_segment: nodes per step after the round's first commit. Default: all chosen.
-        idle_depth: further levels in a step without a commit.
+        grown_segment: nodes submitted per step after it. Default: all chosen nodes.
+        idle_depth: levels that are added below the tree in a step without a commit.
     """
 
     value_dependent = True

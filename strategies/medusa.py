@@ -48,7 +48,7 @@ class _Last:
     """The hidden state [E] that the heads read for a request, and its ``position``.
 
     Attributes:
-        logits: head -> [V], of the heads computed so far.
+        logits: head number -> its logits [V]; only heads computed so far.
     """
 
     position: int
@@ -70,12 +70,12 @@ class MedusaSource(ModelSource):
     submitted alone on every executor, so that outputs are equal.
 
     Args:
-        clock: charged as for one output head per pass of a head. The cost of the head's square
-            matrix, E / V of an output head, is ignored.
-        meter: counts the passes as "medusa".
+        clock: counts a pass of a head as one output head of a model. The cost of the Medusa head's
+            square matrix, E / V of an output head, is ignored.
+        meter: measures the heads' passes under the name "medusa".
         heads: number of heads, which is the number of tokens predicted after the root.
-        temperature: of the heads' distributions whose products rank nodes; sampled candidates
-            ignore it. Default: the target's, 1 if greedy.
+        temperature: that of the heads' distributions, by whose products nodes are ranked; sampled
+            candidates ignore it. Default: the request's, 1 if greedy.
         sample: sample candidates and return their distribution, for rejection verifiers.
     """
 

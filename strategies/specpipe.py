@@ -4,9 +4,9 @@ Token source: a draft model on its own rank (3.3.1). Tree: fixed width (3.3.3). 
 prune, transmit (3.3.2 and Algorithm 1, reconstructed). Deviations are in docs/specpipe.md.
 ``pipedec`` is the first version of the paper.
 
-The verifiers are lossy (3.4): faster, not distributed as the target. For greedy requests
-``TokenTree.target_probs`` are those at temperature 1: a one-hot distribution would turn either rule
-into ``match``.
+The verifiers are lossy (3.4): the output's distribution is not the target's. For greedy
+requests ``TokenTree.target_probs`` are those at temperature 1: a one-hot distribution would turn
+either rule into ``match``.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""SpecPipe with its node budget spent best first, an extension that is not in the paper."""
+"""SpecPipe that submits its most probable nodes first, an extension that is not in the paper."""
 
 from dataclasses import dataclass
 

@@ -46,7 +46,7 @@ class _WidthLevel:
         picks: int64[<= width], candidates as flat indices into [W, K], most probable first.
         probs: float64[<= width], their probabilities.
         shares: float64[<= width], their probabilities given that the path passes the level above.
-        num_columns: K.
+        num_columns: K, the number of candidate columns per node of the level above.
     """
 
     request: RequestState
@@ -70,12 +70,12 @@ class AdaptiveWidth(TreePolicy):
 
         T(n) (B + (N - 1) (probability that the levels omit)),
 
-    which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p is the draft's probability,
-    corrected by the observed hits per rank (``RankCalibration``). N - 1 is corrected by the ratio
-    of observed to expected steps without a token, which includes the refill after a miss that Eq. 2
-    omits. A step takes as long as the widest of the N levels in flight, so one narrow level saves
-    nothing; the omitted probability is therefore a mean over several N steps. T(n) comes from the
-    clock's latency profile; without one it is fitted to the measured steps (``FadingLine``).
+    which is the paper's T (1 + (1 - p)(N - 1)) over a batch. p, the draft's probability of a level,
+    is corrected by the observed hits per rank (``RankCalibration``), N - 1 by the ratio of observed
+    to expected steps without a token, which includes the refill after a miss that Eq. 2 omits. A
+    step takes as long as the widest of the N levels in flight, so one narrow level saves nothing;
+    the omitted probability is therefore a mean over several N steps. T(n) comes from the clock's
+    latency profile; without one it is fitted to the measured steps (``FadingLine``).
 
     Args:
         width: maximum number of nodes per level and request.
@@ -96,7 +96,7 @@ class AdaptiveWidth(TreePolicy):
         self._expected_idle = self._idle = _PRIOR_MISSES * (self.latency - 1)
         self._num_output: dict[int, int] = {}
         self._calibration = RankCalibration()
-        self._omitted: FloatArray | None = None  # [width], mean per request by nodes per request
+        self._omitted: FloatArray | None = None  # [width], mean omitted probability per request
         self._fitted = FadingLine(_FADE)  # seconds of the run's steps over their numbers of nodes
         self._last: tuple[float, int] | None = None  # when the last step began, and its nodes
         if self.profile is not None:
@@ -132,7 +132,7 @@ class AdaptiveWidth(TreePolicy):
         self._num_output.pop(request_id, None)
 
     def _count_idle(self, state: DecodeState) -> None:
-        """Counts the requests that have a first token and got none in the last step."""
+        """Counts unfinished requests that have output, but got no new token in the last step."""
         for request in state.requests.values():
             before, now = self._num_output.get(request.id, 0), len(request.output)
             self._idle += 0 < before == now and not request.finished
@@ -185,7 +185,7 @@ class AdaptiveWidth(TreePolicy):
             )
 
     def _step_times(self, sizes: IntArray) -> FloatArray:
-        """Returns float64[width], in any unit: the time of a step by its number of nodes."""
+        """Returns float64[width], in any unit: a step's time at each of the node numbers."""
         if self.profile is not None:
             return np.array([self._step_ms(num) for num in sizes.tolist()])
         if not self._fitted.sums[0]:
@@ -209,7 +209,7 @@ def _step_ms(profile: LatencyProfile, num: int) -> float:
 
 
 class RankCalibration:
-    """Ratio of observed to predicted nodes on the target's path, by the node's rank in its level.
+    """Corrects draft probabilities, per rank in a level, by how many such nodes the target took.
 
     A draft's probabilities are least reliable in the last ranks of a level, because the draft
     describes a distribution, while a greedy or sharpened target follows its peaks.

@@ -128,7 +128,7 @@ class Ssd(TreePolicy):
         self._passes.pop(request_id, None)
 
     def _leaves(self, request: RequestState) -> IntArray:
-        """Returns the chain's end in a round's first pass, then the ends of the outcomes."""
+        """Returns slots: in a round's first pass the chain's end, later the outcomes' ends."""
         tree = request.tree
         is_leaf = ~tree.expanded & (tree.positions < last_position(request))
         first = self._passes[request.id] == 0

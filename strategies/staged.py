@@ -52,7 +52,7 @@ class StagedSource(CombinedSource):
         max_children: number of candidates requested from the draft; a call for more discards the
             results stored so far. Default: 16, or 1 if candidates are sampled.
 
-    ``counters`` are sums over both sources; ``by_level`` lists the draft's levels first.
+    ``counters`` are sums over both sources; its ``by_level`` has the draft's models first.
     """
 
     @validated
@@ -253,7 +253,7 @@ class CachedSource(WrappedSource):
     computes. Empty rows are not cached: the source may have a proposal later.
 
     Args:
-        k: number of candidates requested; a call for more discards what is cached.
+        k: candidates per node requested from the source; a call for more empties the cache.
         extended: adds further nodes to those that the source must expand.
     """
 

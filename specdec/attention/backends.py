@@ -37,8 +37,8 @@ class Attention(StrEnum):
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """Chooses Triton on GPUs: it splits the context among all multiprocessors, while with a mask
-    the kernels behind ``DENSE`` use one multiprocessor per key/value head and block of rows.
+    """Returns ``TRITON`` on GPUs that can run it, else ``DENSE``: Triton uses all
+    multiprocessors, torch with a mask only one per key/value head and block of rows.
     """
     if device.type == "cuda" and support.triton_problem(device, dtype) is None:
         return Attention.TRITON

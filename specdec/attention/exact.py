@@ -1,4 +1,4 @@
-"""Attention whose bits for a row do not depend on the rest of the pass: ``model.exact=true``.
+"""Attention whose bits for a row do not depend on the pass's other rows: ``model.exact=true``.
 
 A row's keys are taken in the order of their positions (the prefix, then the tree's part of its
 path) and cut into blocks at multiples of ``BLOCK`` positions. Products over a block have the same
@@ -51,8 +51,8 @@ class Context:
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, *, own: bool, window: int | None) -> Tensor | None:
-        """Returns a bool mask, true at keys that a row must not see, or None if there are none. It
-        is over the keys in ``slots`` if ``own``, else over the leading blocks, and broadcasts with
+        """Returns a bool mask, true at keys that a row must not see; None if it may see all. It
+        covers the keys in ``slots`` if ``own``, else the leading blocks, and broadcasts with
         scores [G, U, N, R / U, P, B].
         """
         key = (own, window)

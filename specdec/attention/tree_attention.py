@@ -75,7 +75,7 @@ Buffers = tuple[Tensor, Callable[[], None]]
 
 
 def _nothing() -> None:
-    """Does what contiguous memory needs after a pass: nothing."""
+    """Does nothing: contiguous memory needs no action after a pass."""
 
 
 class Contiguous:
@@ -85,7 +85,7 @@ class Contiguous:
         self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
     ) -> None:
         """``make`` allocates a tensor [L, 2, G, slots, D] for a number of slots; a full tensor is
-        replaced by one that is larger by at least the share ``growth``.
+        replaced by one that is larger by at least the fraction ``growth``.
         """
         self._make = make
         self._growth = growth
@@ -137,7 +137,7 @@ def layer_views(tensor: Tensor) -> Tensor:
 
 
 class BlockPool:
-    """A pool of cache blocks of ``block_tokens`` slots each, shared by all requests of one stage;
+    """A pool of cache blocks of ``block_tokens`` slots, shared by all requests of a pipeline stage;
     ``peak`` is the largest number of blocks in use at the same time so far.
     """
 
@@ -396,7 +396,7 @@ class TreeCache:
     # Shrinking.
 
     def commit(self, commit: Commit) -> None:
-        """Moves the old root and accepted nodes into the prefix, keeps survivors, drops the rest.
+        """Moves old root and accepted nodes to the prefix; drops all not in ``commit.kept_ids``.
 
         Nodes move in path order up to the first that has no entry; the tokens from there on must be
         passed to ``rows`` as ``prefix_tokens``. One gather over all layers copies only entries that
@@ -466,7 +466,7 @@ class ScoreOptions:
 
 
 class PassPlan:
-    """What the attention function and the runner's hooks need to know about one pass.
+    """Tells the attention function and the runner's hooks what they need to know about a pass.
 
     ``captured`` receives hidden states [1, sum R, E] by name; ``hidden``, [1, sum R, E], is the
     input of a slice that is not the first.
@@ -629,8 +629,8 @@ class RequestPart:
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
-    """Returns the additive mask float32[R, n] for kernels that are causal by themselves; None if
-    that suffices, because every row sees all slots up to its own.
+    """Returns the additive mask float32[R, n] for kernels that apply a causal mask themselves;
+    None if theirs suffices, because every row sees exactly the slots up to its own.
     """
     if window is not None and int(rows.positions.max()) < window:
         window = None  # it would mask nothing

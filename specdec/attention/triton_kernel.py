@@ -146,7 +146,7 @@ def _merged(  # type: ignore[no-untyped-def]
 
 
 class TreeAttention:
-    """Launches the kernel and owns scratch memory of its splits; use an object per CUDA stream."""
+    """Launches the kernel and owns scratch memory for the splits; use an object per CUDA stream."""
 
     def __init__(self, *, splits: int | None = None) -> None:
         """``splits``: thread blocks per key/value head and block of rows; None: to fill the GPU."""
@@ -234,8 +234,8 @@ def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _splits(device: torch.device, items: int, most: int) -> int:
-    """Returns a number of splits that fills the device, at most ``most``. It is a power of two,
-    because every different number compiles a kernel and allocates scratch memory.
+    """Returns a number of splits of the context that fills the device, at most ``most``: a power
+    of two, because every different number compiles a kernel and allocates scratch memory.
     """
     filling = _INTERPRETED_SPLITS
     if device.type == "cuda":

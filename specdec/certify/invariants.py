@@ -1,8 +1,8 @@
 """Records what the models of a strategy compute, and checks caches and trees after every step.
 
-Models are created by the pair, so wrapping it reaches every cache, also in parts from other
-packages: those of stages, drafts and staged levels. The token and the parent of each entry are
-recorded when its row is computed, independently of the cache's own bookkeeping.
+All models come from the strategy's pair of models, so wrapping the pair reaches every cache, also
+in parts of other packages. The token and the parent of each entry are recorded when its row is
+computed, independently of the cache's own bookkeeping.
 
 Shape letters: P paths, L layers, H heads, D head size, T tokens.
 """
@@ -284,7 +284,7 @@ def _run(subject: Subject, kind: str, seen: Observation, how: str = "") -> None:
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
-    """Yields differences of a cache from fresh forwards over the paths of its entries."""
+    """Yields differences of a cache from transformers' forward over the tokens of each entry."""
     cache, request, runner = shadow.cache, shadow.request, shadow.runner
     assert request is not None
     where, tokens = f"{runner.name}'s cache of request {request.id}", request.tokens

@@ -6,10 +6,10 @@ does the same with the configured models. Both use the *e-values* below.
 
 An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
 Markov's inequality it reaches 1 / a with probability at most a. Here it is the likelihood of the
-counts under a mixture of laws around the tested one, divided by that under the law itself. Cells of
-small probability need not be merged, and the number of counts may be random (a test martingale,
-Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of e-values is an e-value,
-even if they depend on each other.
+counts under a mixture of laws around the tested one, divided by that under the law itself. Cells
+(tokens counted together) of small probability need not be merged, and the number of counts may be
+random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of
+e-values is an e-value, even if they depend on each other.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law or of a partition
 of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
@@ -37,7 +37,7 @@ from specdec.state import StopRules
 from specdec.types import FloatArray, IntArray, Lossless
 
 Table = tuple[tuple[float, ...], ...]
-"""Logits of the next token (column) after each token (row, by its id modulo their number)."""
+"""Logits of the next token (column); the row is the last token's id modulo the number of rows."""
 
 Rows = Mapping[str, tuple[FloatArray, FloatArray]]
 """Name of a row -> (target, draft): logits, or probabilities, float64[V] each."""
@@ -168,7 +168,7 @@ NUM_PLACE_TESTS = 3 * len(ORDERS)
 def places(
     laws: tuple[FloatArray, FloatArray | None], token: int, rng: np.random.Generator
 ) -> FloatArray:
-    """Returns float64[O]: where a sampled token lies in the target's CDF, in each of ``ORDERS``.
+    """Returns float64[O], a token's place in the target's CDF with tokens in each of ``ORDERS``.
 
     ``laws`` are the distributions of target and draft, float64[V]. ``rng`` chooses the position
     within the token's own interval (a randomised probability integral transform), so positions are
@@ -291,7 +291,7 @@ def _test(
 
 
 def row_evidence(laws: Rows, before: IntArray, tokens: IntArray) -> Iterator[tuple[str, float]]:
-    """Yields (description, log e-value) for each row and partition, and for all rows together.
+    """Yields (description, log e-value) per table row and vocabulary partition, and over all rows.
 
     Output ``tokens``[N, T] are counted by their row of the table, ``before``[N, T], which the token
     before them selects. Given the row, a lossless strategy's tokens are independent target samples.

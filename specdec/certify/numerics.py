@@ -109,7 +109,7 @@ class _Configured:
     def _session_rows(self, tokens: tuple[int, ...], size: int, *, first: int = 0) -> FloatArray:
         """Returns float64[T, V], the logits of the quantised ONNX Runtime session after each token.
 
-        The first ``first`` tokens are one pass, then every pass has at most ``size``.
+        The first ``first`` tokens are one pass, then every pass has at most ``size`` tokens.
         """
         runner, found = self.pair.runner("target", Meter()), []
         cache = runner.new_cache(len(tokens))
@@ -175,7 +175,7 @@ def numerics(subject: Subject) -> Outcome:
 
 @dataclass(frozen=True)
 class _Favoured:
-    """Logits processor: sets ``ids``, and one token by the history, to 0.5 below the maximum."""
+    """Logits processor: sets ``ids`` and a token chosen by the history to 0.5 below the maximum."""
 
     ids: tuple[int, ...]
 

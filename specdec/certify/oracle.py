@@ -228,9 +228,9 @@ def unequal(
 class Distance:
     """How far plain decoding was from choosing another token.
 
-    ``value`` is the distance that ``kind`` names: a "top-two gap" in logits, or from a "CDF edge"
-    in probability ("filter boundary and CDF edge" for a token that a filter removed). Rounding can
-    explain values up to ``allowance``.
+    ``value`` is the distance that ``kind`` names: a "top-two gap" in logits if greedy, else that of
+    the draw from a "CDF edge" ("filter boundary and CDF edge" for a token that a filter removed).
+    Rounding can explain values up to ``allowance``.
     """
 
     kind: str
@@ -245,7 +245,7 @@ class Distance:
 def distance(
     logits: FloatArray, params: SamplingParams, draw: float, token: int, error: float
 ) -> Distance:
-    """Measures how far plain decoding was from choosing ``token``, as the strategy did.
+    """Measures how far plain decoding was from choosing ``token``, which the strategy chose.
 
     ``logits`` are float64[V] after the processors, of which batching changes each by ``error`` at
     most; ``draw`` is the random number in [0, 1) of plain decoding.

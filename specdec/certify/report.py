@@ -140,5 +140,5 @@ def joined_details(details: Sequence[str], *, limit: int = 3) -> str:
 
 
 def outcome(problems: Sequence[str], detail: str) -> Outcome:
-    """Passes with ``detail`` if there are no problems, else fails with the first few of them."""
+    """Returns a pass with ``detail`` if ``problems`` is empty, else a failure with the first."""
     return (False, joined_details(problems)) if problems else (True, detail)

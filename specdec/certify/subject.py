@@ -217,7 +217,7 @@ def decode_steps(
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Context manager: TimeoutError after ``seconds`` without ``made_progress`` (main thread)."""
+    """TimeoutError after ``seconds`` without a call of ``made_progress`` (main thread only)."""
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
         yield
@@ -247,7 +247,7 @@ def _hung(seconds: float, _number: int, frame: FrameType | None) -> None:
 
 
 def rank_groups(cfg: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns (ranks beside rank 0, group number) per group of processes that the checks need."""
+    """Returns (processes beside this one, group number) for each process group that checks need."""
     executor = _small(cfg)["executor"]
     if not _on_ranks(executor) or cfg["clock"]["kind"] == "simulated":
         return []
@@ -261,7 +261,7 @@ def _on_ranks(executor: Mapping[str, Any]) -> bool:
 
 
 def _shrink(executor: dict[str, Any]) -> int:
-    """Limits an executor's stages and degrees in place; returns its devices, 0 for no pipeline.
+    """Limits stages and tensor-parallel degrees in place; returns the stages' devices, 0 for none.
 
     More than ``MAX_STAGES`` in one process would run the same code again.
     """
@@ -334,11 +334,11 @@ def _with_middle(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shrink_exit(
     executor: dict[str, Any], source: dict[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns keys of a small model with early exits on the same stages as in the configured one.
+    """Returns ``model`` keys of a small model whose exits are on the same stages as configured.
 
     ``executor`` and ``source`` are changed to fit. The small model has two layers per stage, or
-    four for several exits. Each exit stays at the end of its stage, or before it. The last stage is
-    shorter than the others if the configured one is. Exits that would coincide are merged.
+    four for several exits. Each exit stays at the end of its stage, or before that end. The last
+    stage is shorter than the others if the configured model's is. Coinciding exits are merged.
     """
     if "stages" not in executor or "exit_layer" not in model:
         return {}

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Arguments of a command; ``cfg`` and ``info`` are the values of these flags, "" if absent."""
+    """Arguments of a command; ``cfg``, ``info``: values of ``--cfg``, ``--info``, "" if absent."""
 
     overrides: tuple[str, ...]
     flags: frozenset[str] = frozenset()
@@ -118,7 +118,7 @@ def install_named(
     install: Callable[[str, Callable[[str], None]], object],
 ) -> bool:
     """Installs the names that follow the word ``install``, and returns whether there are any. A
-    name that is not in ``known`` raises ``UserError``, which calls it no ``kind``.
+    name that is not in ``known`` raises ``UserError``; ``kind`` is the message's word for a name.
     """
     if words and (words[0] != "install" or len(words) == 1):
         raise UserError(f"{' '.join(words)}: write `install NAME`")

@@ -25,8 +25,8 @@ RESULT_FILE = "summary.json"
 
 
 def execute(work: Job | Comparison, folder: Path) -> bool:
-    """Runs a job or a comparison in its folder, and sends its rows to the logger; returns False if
-    it was complete already.
+    """Runs a job or a comparison in its folder, and sends its rows to the logger; returns False
+    if the folder was complete already.
     """
     from specdec.runs.jobs import compare_jobs, run_job
 

@@ -98,7 +98,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _verify(job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool) -> Node:
-    """Certifies a job in its folder; with ``keep``, not if it was found lossless there before."""
+    """Certifies a job in its folder; ``keep``: returns a lossless verdict stored there instead."""
     from specdec.certify import CHECKS, Report, print_report
     from specdec.certify.certify import certify
     from specdec.certify.report import RESULT_FILE

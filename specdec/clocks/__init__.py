@@ -1,4 +1,4 @@
-"""Clocks: one interface for measured, paced (stretched to a profile) and simulated time."""
+"""Clocks: measured (wall time), paced (wall time stretched to a profile) and simulated time."""
 
 from typing import TYPE_CHECKING
 

@@ -127,7 +127,7 @@ class ClockKind(StrEnum):
 
 
 class Clock(ABC):
-    """Source of all times. Executors and token sources charge their work to it.
+    """Source of all times. Executors and sources *charge* it: they report each piece of work.
 
     Where ranks are processes, each has its own clock. Work is charged in three steps: ``start``,
     the work, ``charge``. A simulated clock has the times of all ranks, and may be charged before
@@ -156,7 +156,7 @@ class Clock(ABC):
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Accounts for work on ``num_tokens`` rows.
+        """Accounts for the time of the rank's work on ``num_tokens`` rows.
 
         On a wall clock the work began with ``start`` or the rank's last charge, and ends now.
         """

@@ -1,4 +1,4 @@
-"""Divides the controller's wall time into model calls, declared waits and overhead (the rest)."""
+"""Divides this process's wall time into model calls, declared waits and overhead (the rest)."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

@@ -19,7 +19,7 @@ _Ms = Annotated[float, Field(ge=0)]
 class Work(StrEnum):
     """Kinds of work that have a price in a latency profile.
 
-    ``STAGE``: a pass of one stage. ``DRAFT``, ``MIDDLE``: a pass of that model. ``HEAD``: the
+    ``STAGE``: a pass of one stage. ``DRAFT``, ``MIDDLE``: a pass of that draft model. ``HEAD``: the
     target's output head. ``EXIT``: an exit head with its output layer.
     """
 
@@ -80,7 +80,7 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """Costs of work on a testbed; kinds of work without a curve cost nothing."""
+    """Times that work takes on a testbed (its costs); kinds of work without a curve take none."""
 
     name: str
     costs: Mapping[str, CostCurve] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from specdec.clocks.profile import LatencyProfile, Prices, Work
 
 
 class SimulatedClock(Clock):
-    """A deterministic virtual clock: each rank has its own time, which charged work advances."""
+    """A virtual clock: each rank's time advances by the cost of its work in a latency profile."""
 
     kind = ClockKind.SIMULATED
     profile: LatencyProfile

@@ -29,8 +29,8 @@ class MeasuredClock(WallClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """``meter`` tells when model calls began, and counts waits. Charges of ranks other than
-        ``rank`` are ignored.
+        """``meter`` tells when model calls began, and counts waits. Work charged to ranks other
+        than ``rank`` is ignored.
         """
         self.rank = rank
         self.timeline = timeline
@@ -102,7 +102,7 @@ class MeasuredClock(WallClock):
 
 
 class PacedClock(MeasuredClock):
-    """The wall clock, with every piece of this rank's work stretched to its cost in a profile.
+    """A wall clock that stretches each piece of this rank's work to its latency profile's cost.
 
     Processes, messages and values are real; each rank waits for the rest of its work's cost, so
     that devices overlap on few cores as they would on many. These waits are declared to the meter

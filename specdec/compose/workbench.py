@@ -445,7 +445,7 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
-    """Returns what starts the processes of a distributed executor; None if all runs in this one, as
+    """Returns what starts the processes of a distributed executor; None if all run here, as
     on a simulated clock, which computes the times of all ranks.
     """
     node = cfg["executor"]

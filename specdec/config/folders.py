@@ -114,7 +114,7 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
 
 
 def _computed(config: Node) -> dict[str, Any]:
-    """Returns the values that identify what a run computes: all but those of the logger."""
+    """Returns the settings that identify what a run computes: all but those of the logger."""
     return {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
 
 

@@ -1,6 +1,6 @@
-"""Loads latency profiles by name or path, and sets configuration values that depend on them.
+"""Loads latency profiles (times of each kind of pass), and sets configuration values from them.
 
-These are the costs for the degrees of parallelism and the draft, and ``policy.d`` if it is a ratio.
+These are costs for tensor-parallel degrees and the draft, and ``policy.d`` if it is a time ratio.
 """
 
 from pathlib import Path
@@ -106,10 +106,10 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_caveat(config: Node, num_layers: int) -> dict[str, Any]:
-    """Returns the clock's section, with a ``caveat`` if its times cannot be compared with others.
+    """Returns the clock's section, with a ``caveat`` if its times cannot be compared to other rows.
 
     A profile has the time of one stage of its testbed, so with another number of stages it models
-    another target. On a measured clock, devices that share a process run one after the other.
+    another target. On a measured clock (wall time), devices that share a process take turns.
     """
     clock, executor = dict(config["clock"]), config.get("executor", {})
     several = (executor.get(key) or 1 for key in ("stages", *_DEGREES.values()))

@@ -67,7 +67,7 @@ def edits_provenance() -> dict[str, object]:
 
 @functools.cache
 def edit_turns() -> tuple[Turn, ...]:
-    """Returns all turns; sessions are ordered by CRC-32, so that the first ones mix modules."""
+    """Returns the turns of all sessions, ordered by CRC-32 of the file's name to mix modules."""
     files = []
     for relative, path in python_files(stdlib_root()):
         text = read_source(path) if is_held_out(relative) else None
@@ -101,7 +101,7 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _session(place: str, text: str) -> Iterator[tuple[str, str, str]]:
-    """Yields (kind, prompt, completion) of each turn; ends early if no edit applies."""
+    """Yields (kind, prompt, completion) of a file's turns; ends early if no edit applies."""
     for number in range(TURNS):
         key = zlib.crc32(f"{place} {number}".encode())
         choice, own = key % len(_EDITS), key // len(_EDITS)

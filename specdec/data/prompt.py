@@ -21,7 +21,7 @@ CHAT_DATE = "01 Jan 2025"
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt. Random numbers of decoding depend on its ``id``: the index in the whole data set,
-    whatever limit, order and subset; in ``mixed``, 1,000,000 times the number of the set are added.
+    whatever limit, order and subset. In data set ``mixed``, ids of its set s start at 1,000,000 s.
     """
 
     id: int
@@ -62,7 +62,7 @@ def prompt_tokens(
     chat: str = "auto",
     answers: Sequence[str] = (),
 ) -> npt.NDArray[np.int64]:
-    """Tokenizes a prompt, or the turn of its dialogue after ``answers``, as int64[T].
+    """Tokenizes a prompt, or its dialogue up to the turn after ``answers``, as int64[T].
 
     ``chat``: "auto" applies the tokenizer's chat template to the message if it has one, "never"
     uses the text, "always" refuses a tokenizer without a template.

@@ -77,9 +77,9 @@ def _build_reader(data: Mapping[str, Any]) -> DataReader:
 def data_provenance(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is needed to build the prompts of a section ``data`` again.
 
-    That is ``data``, ``templates`` (set -> place -> text), ``templates_sha256``, ``files`` (set ->
-    file and its SHA-256), and for prompts from the standard library ``python``, whose version
-    determines them.
+    That is ``data``, ``templates`` (data set -> file -> texts), ``templates_sha256``, ``files``
+    (data set -> file and its SHA-256), and for prompts from the standard library ``python``, whose
+    version determines them.
     """
     name = data["name"]
     if "_target_" in data:

@@ -230,8 +230,8 @@ def require_known(name: str) -> None:
 
 
 def place_of(name: str, subset: str | None = None) -> tuple[SetFile, Path]:
-    """Finds the first existing file of a set, by default of its first subset; UserError, with all
-    possible files, if there is none.
+    """Finds the first existing file of a data set (default: its first subset); UserError that names
+    all possible files, if there is none.
     """
     entry = SETS[name]
     files = [p.file.replace("{subset}", subset or entry.first_subset) for p in entry.places]

@@ -23,8 +23,8 @@ class FunctionHead(NamedTuple):
 
 @functools.cache
 def function_heads() -> tuple[FunctionHead, ...]:
-    """Returns the heads of all held-out modules, ordered by CRC-32 of their place, so that the
-    first few come from many modules.
+    """Returns the function heads of all held-out modules, ordered by CRC-32 of ``place``, so that
+    the first few come from many modules.
     """
     heads: dict[str, FunctionHead] = {}
     for relative, path in python_files(stdlib_root()):

@@ -62,7 +62,7 @@ class DistributedExecutor(Executor):
         group_number: int = 0,
     ) -> None:
         """Starts the ranks, or joins running ones, and makes them load their layers; ``shutdown``
-        releases them, and the ranks of ``draft``.
+        releases them, and the ranks that share the draft (``draft``).
 
         Raises:
             RankFailure: a rank ends while it loads, or later makes no progress for ``timeout_s``.
@@ -371,7 +371,7 @@ class FreeExecutor(DistributedExecutor):
         return bool(self._unanswered) and not self._unanswered[0].missing
 
     def _take(self) -> tuple[Exits, ...]:
-        """Takes the replies that have arrived, and returns the exits among them."""
+        """Takes the replies that have arrived; returns the exit heads' proposals among them."""
         exits: tuple[Exits, ...] = ()
         for key in self._replies_of:
             while (reply := self._group.next_reply(key, self._session)) is not None:

@@ -1,7 +1,7 @@
-"""A process that forks ranks for the command or script that has started it.
+"""A process that forks worker processes (ranks) for the command or script that has started it.
 
 Importing torch and transformers takes seconds of CPU time, which this process spends once for all
-groups of ranks of its parent. ``multiprocessing``'s forkserver lacks two things: it leaves stopped
+groups of ranks that it forks. ``multiprocessing``'s forkserver lacks two things: it leaves stopped
 children behind when the parent is killed, and it runs the user's main script again in every child,
 which fails for scripts without an ``if __name__ == "__main__"`` guard.
 

@@ -94,7 +94,7 @@ class Message(NamedTuple):
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Pickles only a tensor's values, on the host, which for small tensors is faster than torch."""
+    """Pickles a tensor's values only, on the host: for small tensors faster than torch's own."""
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return _tensor, (data, tensor.dtype)
 

@@ -1,4 +1,4 @@
-"""Rank groups shared by the executors of one process.
+"""Groups of worker processes (ranks) that the executors of one process share.
 
 A group is either started here, by the first executor that needs it, or was started by torchrun or
 Slurm (``use_group``).

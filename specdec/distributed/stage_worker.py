@@ -1,4 +1,4 @@
-"""One rank's part of a pipeline session: a ``PipelineStage`` that receives rows and commits.
+"""One rank's part of a pipeline: a ``PipelineStage`` that receives rows and commits as messages.
 
 The rows that a rank computes in a step were sent at the end of the previous step, so every stage
 but the first starts on them as soon as they arrive; the first waits for the controller's batch.
@@ -45,7 +45,7 @@ class StageLinks:
         session: int,
         neighbours: tuple[int, int],
     ) -> None:
-        """Connects to ``neighbours``, the ranks before and after (0: none); ``link``: to rank 0."""
+        """Connects to ``neighbours``, the previous and next rank (0: none); ``link`` to rank 0."""
         self._link = link
         self._session = session
         device, self._dtype, self._width = CPU, torch.float32, 1
@@ -85,8 +85,8 @@ class StageLinks:
 
 
 class RankSession:
-    """One rank's part of a session that rank 0 has opened. ``doing`` names the rank's current
-    operation, for the diagnosis of hangs.
+    """One rank's part of a session: a pipeline or a shared draft model that rank 0 has set up.
+    ``doing`` names the rank's current operation, for the diagnosis of hangs.
     """
 
     def __init__(self, rank: int, plan: SessionPlan | DraftPlan) -> None:
@@ -325,7 +325,7 @@ class FreeStageSession(StageSession):
 
 
 def _spread(rows: torch.Tensor | None, index: IntArray, num_rows: int) -> torch.Tensor | None:
-    """Returns [num_rows, E] with ``rows`` at indices ``index``, else zeros; None without rows."""
+    """Returns [num_rows, E]: ``rows`` at indices ``index``, zeros elsewhere; None if no rows."""
     if rows is None or not len(index):
         return None
     if len(index) == num_rows:

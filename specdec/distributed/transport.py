@@ -87,7 +87,7 @@ def _address_towards_master() -> str:
 
 @contextmanager
 def _loopback_interface() -> Iterator[None]:
-    """Makes gloo use the loopback interface by its environment variable, the only public way."""
+    """Sets the environment variable that makes gloo use the loopback interface."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     os.environ[_INTERFACE] = names[0] if names else ""
     try:

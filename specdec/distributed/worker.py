@@ -1,5 +1,6 @@
 """The process of a rank other than 0: joins the group and serves sessions until rank 0 stops it.
 
+Rank 0 is the process that decodes. A session is a pipeline or a draft model on several ranks.
 Module ``fork_server`` runs it for ``specdec run``, module ``torchrun`` for torchrun and Slurm.
 """
 
@@ -186,9 +187,7 @@ class Worker:
 
 
 class Mailbox:
-    """Receives the messages of rank 0 in a thread, so that a rank can read commits that have
-    arrived while it waited for rows.
-    """
+    """Receives rank 0's messages in a thread, also while the rank waits for rows of a peer."""
 
     def __init__(self, link: ControlLink) -> None:
         self._link = link

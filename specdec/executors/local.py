@@ -32,7 +32,7 @@ class LocalExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
-        """Takes the whole target as one ``stage``; the clock is charged ``stages`` times for it."""
+        """Takes the whole target as one ``stage``; the clock counts a pass as ``stages`` stages."""
         self.hidden = hidden
         self.early_hidden = early_hidden
         self.stages = [PipelineStage(stage, answerer=answerer)]

@@ -136,9 +136,9 @@ class ModelPair:
         )
 
     def sequences(self, model: str) -> Any:
-        """Returns the target's given tokens and their ranks by ``model`` ("draft" or "middle"), as
-        a ``specdec.sources.synthetic.HiddenPair``; UserError if the pair has real models, or no
-        ranks of this model.
+        """Returns the target's given tokens and how ``model``, "draft" or "middle", ranks
+        them, as a ``specdec.sources.synthetic.HiddenPair``; UserError if the pair has real models,
+        or no ranks of this model.
         """
         raise UserError(
             "source=synthetic proposes for model=synthetic only; choose source=draft_model"

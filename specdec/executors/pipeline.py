@@ -207,7 +207,7 @@ class PipelineExecutor(Executor):
         return {rank: rank for rank in range(1, len(self.stages) + 1)}
 
     def _flights(self) -> list[InFlight | None]:
-        """Returns each stage's batch, without pruned rows; None if no rows are left."""
+        """Returns each stage's batch reduced to its unpruned rows; None if there are none."""
         return [self._in_flight.alive(self._tick - i) for i in range(self.in_flight)]
 
 
@@ -224,8 +224,8 @@ def load_stage(
     answerer: Answerer | None,
     **shared: Any,
 ) -> PipelineStage:
-    """Loads a half-open range of the target's layers, with those of ``exits`` and ``capture`` that
-    lie inside; ``shared`` may have the ``group`` of ranks that share the layers.
+    """Loads a half-open range of the target's layers, with the exit heads ``exits`` and the hidden
+    states ``capture`` that lie inside; ``shared``: the ``group`` of ranks that share the layers.
     """
     first, last = layers
     inside, reader = [layer for layer in exits if first < layer <= last], None

@@ -220,7 +220,7 @@ class ReplicasExecutor(Executor):
         return all(willing)
 
     def _dispatch(self) -> None:
-        """Starts queued batches on free copies, without nodes that have left the trees."""
+        """Starts queued batches on free copies, after dropping nodes that have left the trees."""
         while self._queue and (free := [c for c in self._copies if not c.is_busy]):
             batch = self._queue.pop(0)
             trees = tuple(map(self._live, batch.trees))
@@ -303,7 +303,7 @@ class TargetCopy:
         return self.due_s is None or self.due_s <= self._clock.now()
 
     def finish(self) -> list[Answers]:
-        """Returns the answers to the batch's nodes, without those to ancestors that were added."""
+        """Returns the answers to the batch's nodes; drops those to ancestors added to the batch."""
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:

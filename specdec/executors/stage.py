@@ -296,7 +296,7 @@ class Stage:
         """Frees the request's cache."""
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> Self:
-        """Puts the caches of its layers into pools of blocks, unless ``num_blocks`` is None;
+        """Puts the stage's caches into pools of blocks, unless ``num_blocks`` is None;
         returns itself.
         """
         return self

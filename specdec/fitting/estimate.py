@@ -41,7 +41,7 @@ class ModelSize(NamedTuple):
 
 
 def observe(requests: Sequence[RequestLog]) -> Observations:
-    """Turns passes into hits and misses by depth.
+    """Turns passes into sequences of hits and misses of draft tokens, with their depths.
 
     A pass that accepted a of k draft tokens has hits at depths 0 to a - 1, and a miss at depth a if
     a < k. Depths from k on count as unknown.
@@ -88,7 +88,7 @@ def log_likelihood(
 
 
 def measured(requests: Sequence[RequestLog]) -> tuple[float, float]:
-    """Returns tokens per pass, and its standard error (of a ratio of sums; NaN for one request)."""
+    """Returns tokens per pass, and their standard error (a ratio of sums; NaN for one request)."""
     tokens = np.array([request.counts @ (request.accepted + 1) for request in requests])
     passes = np.array([request.counts.sum() for request in requests])
     mean, count = tokens.sum() / passes.sum(), len(tokens)
@@ -163,9 +163,9 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 
 
 def choose_size(requests: Sequence[RequestLog], *, chains: bool) -> ModelSize:
-    """Returns the size of smallest AIC: first for the depth dependence, then for the classes.
+    """Returns the size with the smallest AIC: first the depths' parameters, then the classes.
 
-    Logs with counts of passes have no order, so they get one class. For trees (not ``chains``), and
+    Logs that only count passes have no order, so they get one class. For trees (not ``chains``) and
     for counts, every depth has a parameter.
     """
 

@@ -129,7 +129,7 @@ def fit_logs(
     """Fits an acceptance model to logs of one target and draft.
 
     A second model of the same size, fitted without every ``holdout``-th request, predicts the
-    tokens per pass of those; the first model predicts those of further logs (``checks``).
+    tokens per pass of these requests; the first model predicts those of the logs ``checks``.
     """
     requests = [request for log in logs for request in with_draft_tokens(log)]
     if not requests:

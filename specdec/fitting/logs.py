@@ -54,7 +54,7 @@ _LLAMA_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to read a log; method "1" also selects the second model in logs of PipeSpec's chains."""
+    """How to read a log; method "1" also selects the second list where a log has one per model."""
 
     method: str | None = None  # which of several pairs or methods in a file: a part of its name
     lengths: Lengths = "auto"  # whether lists count the target's own token; auto: if none is 0
@@ -208,8 +208,8 @@ def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
 
 
 def _trace(node: Node, options: ReadOptions) -> RequestLog:
-    """Reads a log with a pass from every position; keeps the passes that follow each other, with at
-    most ``draft_tokens`` accepted.
+    """Reads a log with a pass from every position; keeps those of one decoding, each beginning
+    where the one before ended, and at most ``draft_tokens`` accepted.
     """
     emitted = _whole(node["acc_len"], "acc_len", 1)
     longest = options.draft_tokens or max(int(emitted.max()) - 1, 1)

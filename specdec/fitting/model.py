@@ -14,8 +14,8 @@ Where the first candidate is wrong, the target's token has the rank
 
     P(rank r | not first) = (1 - miss) r^-decay / Z  for 2 <= r <= 64, else no candidate (miss).
 
-Logs do not have ranks: ``tail_of`` gives (decay, miss) of a draft of that hit rate, regressions
-over 16 published vectors of ranks of drafts from 68M to 7B (docs/calibration.md).
+Logs do not have ranks: ``tail_of`` estimates (decay, miss) from the draft's hit rate, by regression
+over 16 published rank vectors of drafts with 68M to 7B parameters (docs/calibration.md).
 
 Shape letters: C classes, D depths, K draft tokens per pass, R ranks.
 """

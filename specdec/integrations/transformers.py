@@ -4,8 +4,8 @@
 
     model.generate(**inputs, custom_generate=generate, strategy="best_first", draft_model=small)
 
-Processors are called once per tree node, criteria once per token, with the sequence up to there, so
-they must depend on their arguments alone. Shape letters: B rows of the batch, T tokens.
+Logits processors are called once per tree node, stopping criteria once per emitted token, with the
+sequence so far; they must depend on their arguments alone. Shape letters: B batch rows, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         sequences: int64[B, T], prompts and new tokens, as without ``custom_generate``.
-        origins: per row and new token the index of the source that proposed it; -1: no source.
+        origins: per row and new token the index of the source that drafted it; -1: the target.
         finish_reasons: "eos", "length" or "criteria" per row.
         metrics: metrics of the call (docs/metrics.md).
     """

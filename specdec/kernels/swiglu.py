@@ -90,7 +90,7 @@ class _SwiGLU(nn.Module):
 
 
 def use_swiglu(model: nn.Module) -> int:
-    """Replaces all gated MLPs of ``model``, a runner's own copy, in place; returns their number."""
+    """Wraps all gated MLPs of ``model`` in ``_SwiGLU``, in place; returns their number."""
     found = [
         (parent, name, child)
         for parent in model.modules()

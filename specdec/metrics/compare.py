@@ -23,7 +23,7 @@ def comparison_row(
     *,
     claims: str = "token",
 ) -> dict[str, Any]:
-    """Returns a row of ``comparison.json``; ValueError without runs, or unless ``ar`` has as many.
+    """Returns a row of ``comparison.json``. ValueError: no runs, or another number of ``ar_runs``.
 
     The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main
     times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names. Tokens are compared
@@ -75,7 +75,7 @@ def theoretical_speedup(run: Run, ar: Run) -> float | None:
     """Predicts the speed-up over ``ar`` from the run's own counts; None without a latency or speed.
 
     It assumes that a target pass takes as long as in ``ar``: a run takes its number of passes
-    (decode steps / latency for a pipeline) times that, plus the drafting time that is not hidden.
+    (for a pipeline: decode steps / latency) times that time, plus the drafting not hidden by it.
     """
     speed, ways = decode_speed(ar.results), list[float]()  # ways through the target, per token
     for each in (ar, run):
@@ -179,7 +179,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Returns a 95 % bootstrap interval; None for fewer than two rows or if a column sums to 0."""
+    """Returns a 95 % bootstrap interval over rows; None for under 2 or if a column sums to 0."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():

@@ -20,7 +20,7 @@ LEAST_CONTEXT = 128
 """End of the first bucket of ``drafted_share_by_context``; bucket ends double from there."""
 
 MAX_OVERRUN_SHARE = 0.02
-"""A run paced by a profile counts only if at most this share of its work was slower than that."""
+"""Largest share of a paced run's work that may exceed the profile's times for it to count."""
 
 _WORK = (
     *("steps", "target_passes", "prefill_passes", "target_rows", "draft_passes", "draft_rows"),

@@ -58,7 +58,7 @@ class RunTotals:
     draft_rows: int = 0
     draft_catch_up_rows: int = 0  # see ``SourceCounters``
     draft_passes_by_level: dict[str, int] = field(default_factory=dict)  # see ``SourceCounters``
-    wall_s: float = 0.0  # of the controller in decode calls, with prefill
+    wall_s: float = 0.0  # of the controller process in decode calls, with prefill
     clock_s: float = 0.0  # the same on the run's clock; differs on a simulated one only
     model_s: dict[str, float] = field(default_factory=dict)  # seconds in model calls, by model name
     model_calls: dict[str, int] = field(default_factory=dict)

@@ -15,11 +15,11 @@ class SpeedupLaw:
         ``plain / (alpha * accepted + (1 - alpha) * rejected)``.
     """
 
-    plain: float  # of a token in plain decoding
+    plain: float  # cost of a token in plain decoding
     gamma: int = 0  # draft tokens per verification
-    draft: float = 0  # of a draft token
-    accepted: float = 0  # of a token whose draft is accepted
-    rejected: float = 0  # of a token whose draft is rejected
+    draft: float = 0  # cost of a draft token
+    accepted: float = 0  # cost of a token whose draft is accepted
+    rejected: float = 0  # cost of a token whose draft is rejected
     alpha: str = "acceptance_rate_verified"  # name of the metric that gives alpha
 
     def speedup(self, alpha: float) -> float:

@@ -3,7 +3,7 @@
 DFlash (arXiv 2602.06036): the last known token is the anchor. The tokens before it, the context,
 enter as keys and values only, computed from residual streams of several target layers (``fc``, then
 ``hidden_norm``; every layer projects the same result). The inputs of the block are the embedding of
-the anchor and K - 1 times that of a mask token; its rows see the context and each other in both
+the anchor and K - 1 times that of a mask token; these K rows see the context and each other in both
 directions. Embedding and output matrix are the target's. Row k >= 1 drafts the k-th new token.
 
 DSpark (arXiv 2607.05147): row k drafts the (k + 1)-th new token (``from_anchor``). A low-rank
@@ -82,7 +82,7 @@ class BlockConfig:
 
     Attributes:
         layer: config of its layers: Qwen3Config (queries and keys are normed) or LlamaConfig.
-        layers: indices of target layers whose outputs it reads, in the order of its ``fc``.
+        layers: indices of target layers whose outputs the drafter's ``fc`` reads, in its order.
         num_target_layers: layers of the target; the last one's output is read after its norm.
         block_size: K, rows of a block.
         mask_token: token of all rows but the first.
@@ -116,7 +116,7 @@ class BlockConfig:
 class BlockHead(nn.Module):
     """A block drafter, whose modules are named as in the authors' files.
 
-    ``target_ids``, int64[U], maps draft tokens to the target's ids; None: the ids are equal.
+    ``target_ids``, int64[U]: the target's id of each draft token; None: the ids are equal.
     """
 
     target_ids: Tensor | None
@@ -210,7 +210,7 @@ class BlockHead(nn.Module):
         return logits
 
     def confidence(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Returns the estimated probabilities, [..], that the drafts of the rows are accepted."""
+        """Returns, [..], the estimated probability per row that the target accepts its draft."""
         if self.config.confidence > rows.shape[-1]:
             rows = torch.cat([rows, self.markov_head["markov_w1"](before)], -1)
         return torch.sigmoid(self.confidence_head["proj"](rows)[..., 0])
@@ -250,7 +250,7 @@ class BlockRunner:
     def from_pair(
         cls, pair: Any, *, folder: str | None, untrained: Kind, meter: Meter
     ) -> BlockRunner:
-        """Loads the drafter in ``folder``; if that is None, makes one, which the pair may train."""
+        """Loads the drafter in ``folder``; None: makes one, which ``pair.fitted`` may train."""
         last = pair.part(pair.num_layers - 1, pair.num_layers)
         target = {"embedding": pair.input_embedding(), "output": last.get_output_embeddings()}
         if folder is not None:
@@ -278,7 +278,7 @@ class BlockRunner:
         context.length += len(features)
 
     def rows(self, context: Context, anchor: int) -> Tensor:
-        """Returns states [M, E] of the rows that predict a token, in the block of ``anchor``."""
+        """Runs a block from ``anchor``; returns states [M, E] of the rows that predict a token."""
         device = self.head.fc.weight.device
         with torch.inference_mode(), self._meter.model("block", device):
             token = torch.tensor([[anchor]], device=device)

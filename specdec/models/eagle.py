@@ -50,7 +50,7 @@ ATTENTION = "specdec_heads"
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Computes attention by the argument ``attend``; UserError for other scales, windows, caps."""
+    """Calls ``options["attend"]``; UserError if the layer has another scale, a window or a cap."""
     scaled = options.get("scaling") in (None, query.shape[-1] ** -0.5)
     other = [k for k in ("sliding_window", "softcap", "s_aux") if options.get(k) is not None]
     if not scaled or other or key.shape[-1] != value.shape[-1]:
@@ -94,9 +94,9 @@ class EagleConfig:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the target layers whose outputs an EAGLE-3 head reads if its config names none: of L
-    layers those before layers 2, L // 2 and L - 3, as in the authors' code. If L is small, the
-    nearest existing layers, which may repeat.
+    """Returns the indices of the target layers whose outputs an EAGLE-3 head reads if its config
+    names none: 1, L // 2 - 1 and L - 4 of L layers, as in the authors' code. Indices outside the
+    model become its first or last layer, and indices may repeat.
     """
     low, middle, high = (
         min(max(entering - 1, 0), num_layers - 1)
@@ -111,8 +111,8 @@ def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # 
 
 
 class EagleHead(nn.Module):
-    """An EAGLE head, with parameters named as in checkpoints that have ``layers.0.*``.
-    ``target_ids``, int64[U], maps draft tokens to the target's ids; None: the ids are equal.
+    """An EAGLE head; parameters of its first layer are named ``layers.0.*``, not ``midlayer.*``.
+    ``target_ids``, int64[U]: the target's id of each draft token; None: the ids are equal.
     """
 
     target_ids: Tensor | None
@@ -177,7 +177,7 @@ class EagleHead(nn.Module):
         return 0 if self.config.own_output else sum(p.nbytes for p in self.output.parameters())
 
     def states(self, features: Tensor) -> Tensor:
-        """Maps target states ``config.names``, concatenated to [.., S], to head states [.., E]."""
+        """Maps the target's states ``config.names``, joined to [.., S], to the head's, [.., E]."""
         config = self.config
         if config.version == 1:
             return features
@@ -247,7 +247,7 @@ class _Layer(nn.Module):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """Returns the output [B, T, E]; layer 0 of version 3 gets the state as ``hidden``."""
+        """Returns the output [B, T, E]. Only layer 0 of version 3 reads ``embedded``."""
         residual = hidden
         if self.first:
             normed = self.hidden_norm(hidden)

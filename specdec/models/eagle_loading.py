@@ -53,7 +53,7 @@ M = TypeVar("M", bound=nn.Module)
 
 class HeadFiles:
     """The files of an EAGLE head: ``config`` is the content of config.json, ``version`` is 1 or 3,
-    ``tensors`` have the names of ``EagleHead`` (and ``d2t``) and are read when they are used.
+    ``tensors`` have the names in ``EagleHead`` (and ``d2t``) and are read from disk when used.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -174,7 +174,7 @@ def load_head(
 
 
 def save_head(head: EagleHead, folder: str | Path) -> Path:
-    """Writes a head in the authors' layout, without weights that belong to the target; returns
+    """Writes a head in the EAGLE authors' layout, except weights that are the target's; returns
     ``folder``.
     """
     folder, config = Path(folder), head.config
@@ -228,7 +228,7 @@ def stored_tensors(folder: Path, what: str, renamed: Mapping[str, str]) -> dict[
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
-    """Returns a folder's safetensors files; UserError, which calls the folder ``what``, if none."""
+    """Returns a folder's safetensors files; UserError if none; messages call it ``what``."""
     paths = sorted(folder.glob("*.safetensors"))
     if paths:
         return paths
@@ -305,7 +305,7 @@ def refuse_other_tensors(
 
 
 def mapped_ids(label: str, offsets: Tensor | None, size: int, vocab_size: int) -> Tensor | None:
-    """Returns each draft token's target id, int64[U], from ``offsets`` (d2t); None if equal."""
+    """Returns the target's ids, int64[U]: draft id + ``offsets`` (d2t); None without offsets."""
     if offsets is None:
         if size == vocab_size:
             return None
@@ -354,7 +354,7 @@ def untrained_config(
     layer: Mapping[str, Any] | None = None,
     **variants: Any,
 ) -> EagleConfig:
-    """Returns the config of a one-layer head with the layer sizes and vocabulary of ``target``, a
+    """Returns the config of a one-layer head with the layer sizes and vocabulary of ``target``, its
     config. ``layer`` overrides entries of the layer's config, ``variants`` fields of the result.
     """
     shape, num_layers = layer_shape(target), int(target.get_text_config().num_hidden_layers)
@@ -397,8 +397,8 @@ def fit_head(
     sequences: int = 64,
     length: int = 16,
 ) -> EagleHead:
-    """Trains a head in place, for a small model, on text that the target samples at temperature 1,
-    and freezes it. ``specdec train eagle3`` trains heads for real models.
+    """Trains a head for a small target, in place, on text sampled from the target at temperature
+    1, then freezes the head. ``specdec train eagle3`` trains heads for real models.
 
     40 steps of Adam over the whole text minimise the teacher-forced cross-entropy to the target's
     distribution. The head must have the target's whole vocabulary.

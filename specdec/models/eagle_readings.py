@@ -1,7 +1,7 @@
-"""Compares acceptance under interpretations of an EAGLE head's files on which loaders disagree.
+"""Counts an EAGLE head's accepted drafts under the interpretations of its files that loaders use.
 
-If a head is loaded otherwise than it was trained, decoding stays lossless and only fewer drafts are
-accepted, so nothing else reveals the error. An interpretation is called a *reading*.
+An interpretation is called a *reading*. If a loader's differs from the one in training, decoding
+stays lossless, but fewer drafts are accepted, and no error is raised.
 
 Shape letters: S tokens of a text, A drafts.
 """
@@ -37,7 +37,7 @@ class Reading:
 
 
 def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
-    """Returns the interpretation that the folder states, then others that differ in one aspect."""
+    """Returns the reading that the folder states, then others, each different in one aspect."""
     config = files.head_config(frozen.config)
     found = [Reading(config=config)]
 
@@ -106,10 +106,10 @@ def accepted(
     *,
     normed: bool = True,
 ) -> list[Tensor]:
-    """Drafts ``num_tokens`` greedy tokens at every new position of texts by the target, except in
-    loops (repeated n-grams); a text is given as its tokens int64[S] and the length of its prompt.
+    """Drafts ``num_tokens`` greedy tokens at each position of the target's answers, except in
+    loops (repeated n-grams). ``texts`` has tokens int64[S], prompt and answer, and prompt lengths.
 
-    Returns int64[A] per text: for each of its A drafts, the number of tokens before an error.
+    Returns int64[A] per text: for each of A drafts, how many leading tokens equal the answer's.
     """
     found, dtype = [], frozen.model.get_input_embeddings().weight.dtype
     layers = [layer + 1 for layer in head.config.layers]

@@ -53,9 +53,9 @@ class EagleRunner:
         backend: str = "eager",
         bits: int | None = None,
     ) -> None:
-        """Wraps a head in evaluation mode, whose weights must not change afterwards. If ``backend``
-        is "onnx", a few tokens are compared with eager passes; then weights are quantised to
-        ``bits`` (None: not) without another comparison, because only drafts can change.
+        """Wraps a head in evaluation mode, whose weights must not change later. If ``backend`` is
+        "onnx", UserError if results for a few tokens differ from PyTorch's; then weights are
+        quantised to ``bits`` (None: not) without a comparison, as this can change only drafts.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()
@@ -123,8 +123,8 @@ class EagleRunner:
         """Runs one packed pass and fills the caches.
 
         Args:
-            rows: results of ``TreeCache.rows`` or ``rewritten``; a later result of the same cache
-                sees the rows of earlier ones.
+            rows: results of ``TreeCache.rows`` or ``rewritten``; of two for the same cache, the
+                later one sees the rows of the earlier one.
             features: [F, S], the target's hidden states of the position before each of F rows.
             feature_rows: int64[F], packed indices of these F rows, increasing.
             states: [R - F, E], the head's output at the parent of each other row, in packed order.

@@ -1,4 +1,4 @@
-"""Execution options of a runner: CUDA graphs, fused kernels, backend."""
+"""Options of how a ``ModelRunner`` runs passes: CUDA graphs, fused kernels, backend."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,10 @@
 """Exit heads of any transformers model, which compute logits from an inner layer's hidden states.
 
 A norm head is a norm and an output matrix; a transformer head has a decoder layer of the target's
-kind before them (PPSD 5.3), which a runner treats as the last of ``layer`` + 1 layers.
+kind before them (PPSD 5.3); a ``ModelRunner`` runs it as the last of ``layer`` + 1 layers.
 
-A head may predict a draft vocabulary only: its output matrix has a row for each of these tokens,
-whose target ids are ``output.ids``. A head without an output matrix uses the target's rows.
+A head may predict only some tokens (a draft vocabulary): its output matrix has a row for each, and
+its tensor ``output.ids`` their target ids. A head without an output matrix uses the target's.
 
 Shape letters: R rows, E hidden size, V vocabulary, U draft vocabulary.
 """
@@ -67,7 +67,7 @@ VOCABULARY = "vocabulary.safetensors"
 
 def read_tensors(path: Path, expected: Mapping[str, object]) -> dict[str, Tensor]:
     """Reads a head's tensors by name, with the folder's shared draft vocabulary if the head uses
-    it; UserError unless the file's metadata contains ``expected``.
+    it; UserError unless the file's metadata has the entries ``expected``.
     """
     tensors, metadata = _read(path)
     stored = {key: metadata.get(key) for key in expected}
@@ -103,7 +103,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, 
 
 
 def save_vocabulary(ids: Tensor, folder: Path) -> None:
-    """Writes the draft vocabulary of all heads in ``folder``; UserError if that has another one."""
+    """Writes the vocabulary that all heads in ``folder`` share; UserError if it has another one."""
     stored = {"output.ids": ids.int().cpu()}
     path = folder / VOCABULARY
     if path.is_file() and not torch.equal(_read(path)[0]["output.ids"], stored["output.ids"]):
@@ -162,7 +162,7 @@ def untrained_head(target: PreTrainedModel, kind: str, layer: int) -> HeadWeight
 def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
     """Returns a model of ``head.layer`` + 1 layers with the head's last layer, norm and output.
 
-    Its other layers, and the last layer if the head is a norm head, are shared with ``target`` and
+    Layers that are not the head's (all layers for a norm head) are shared with ``target`` and
     never run, so ``target`` need not have all weights loaded.
     """
     own = shared_copy(target)

@@ -1,7 +1,7 @@
-"""Whole-sequence passes of a frozen model of any family, with access to its layers.
+"""Whole-sequence passes of a frozen transformers model, with access to its layers.
 
 To run a single layer, or only the final norm and output head, transformers' own forward runs on a
-copy of the module tree without other layers. Gradients reach hidden states, not the weights.
+copy of the module tree that lacks the other layers. Gradients reach given states, not weights.
 
 Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 """
@@ -37,7 +37,7 @@ class FrozenModel(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         keep_bytes: float = 0.0,
     ) -> None:
-        """``keep_bytes``: size of the memory in which ``residuals`` caches results for texts."""
+        """``keep_bytes``: bytes of host memory in which ``residuals`` caches results."""
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config.get_text_config()
@@ -66,8 +66,8 @@ class FrozenModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def residuals(self, tokens_BS: Tensor, after: Collection[int] = ()) -> dict[int, Tensor]:
-        """Maps numbers of layers, those in ``after`` and that of all layers, to the residual stream
-        after so many layers, float32[B, S, E], before the final norm.
+        """Maps n to the residual stream after n of the layers, float32[B, S, E], before the final
+        norm, for each n in ``after`` and for the number of all layers.
         """
         numbers = tuple(sorted({*after, self.num_layers}))
         if not self._room and not self._kept:
@@ -145,7 +145,7 @@ class _OneLayer:
 
 
 def _text(row_S: Tensor) -> Tensor:
-    """Strips the zero padding of a row except for one zero, since a text may end with token 0."""
+    """Strips a row's zeros at the end (padding) but one, since a text may end with token 0."""
     ends = row_S.nonzero()
     return row_S[: int(ends[-1]) + 2 if len(ends) else 1]
 

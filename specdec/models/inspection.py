@@ -52,7 +52,7 @@ class ModelInfo:
 
 
 def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
-    """Checks that a model can be loaded, without loading it; returns a ``ModelInfo`` unchanged.
+    """Checks that a model can be loaded, without loading it; a given ``ModelInfo`` is returned.
 
     A name that is no local path is taken as a Hugging Face id. UserError for damaged or missing
     files, formats other than safetensors and GGUF, custom code, models that are not decoder-only.
@@ -81,7 +81,7 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
 
 def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
     """Checks the models of a pair without loading them; ``names`` maps target, draft, ... to paths.
-    UserError if a model other than ``translated`` has other token ids than the target.
+    UserError if one has other token ids than the target, unless its tokens are ``translated``.
     """
     infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
     target = infos["target"]

@@ -69,8 +69,8 @@ def load_model(
         dtype: a key of ``DTYPES``.
         layers: (first, last); None: the whole model, by transformers' own loader.
         group: tensor-parallel group, with ``layers`` only: linear layers get this rank's shares.
-        loaded_before: with ``layers`` only: a cache; parameters in it are shared instead of read
-            again, and newly read ones are added.
+        loaded_before: with ``layers`` only: a cache of parameters; those in it are shared instead
+            of read again, and newly read ones are added to it.
     """
     info = inspect_model(model)
     kind, where = torch_dtype(dtype), usable_device(device)

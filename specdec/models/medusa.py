@@ -37,7 +37,7 @@ _SAMPLE = 3  # states of the comparison with eager passes
 
 
 class MedusaHeads:
-    """K Medusa heads, which read the output of the target's last layer (its index is ``layer``);
+    """K Medusa heads, which read the output of the target's last layer, whose index is ``layer``;
     ``head_bytes`` is the mean number of bytes of weights that a head reads per pass.
     """
 
@@ -49,8 +49,8 @@ class MedusaHeads:
         meter: Meter,
         backend: str = "eager",
     ) -> None:
-        """Builds a head per entry of ``heads``; an entry without norm or output matrix uses the
-        target's. For ``backend`` "onnx", results on random states are compared with PyTorch's.
+        """Builds a head per entry of ``heads``; a norm or output matrix that an entry lacks is
+        the target's. UserError if ``backend`` is "onnx" and its logits differ from PyTorch's.
         """
         if not heads:
             raise UserError("source.heads=0: Medusa needs at least one head")
@@ -139,7 +139,7 @@ class MedusaHead:
 
 
 def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
-    """Reads heads K = 1 .. ``num_heads`` from the files ``folder``/medusa-LAYER-K.safetensors."""
+    """Reads heads 1 .. ``num_heads``; head K is in ``folder``/medusa-``layer``-K.safetensors."""
     heads: list[Weights] = []
     for number in range(1, num_heads + 1):
         path = folder / f"medusa-{layer}-{number}.safetensors"

@@ -56,7 +56,7 @@ class MtpHead(nn.Module):
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend = causal
     ) -> Tensor:
-        """Returns outputs [B, T, E]; arguments as in ``EagleHead``; rotates by positions + 1."""
+        """Returns outputs [B, T, E]; arguments as in ``EagleHead``. Rotates by positions + 1."""
         embedded = self._target[0](tokens)
         places = positions + 1
         rotation = None
@@ -87,7 +87,7 @@ class MtpHead(nn.Module):
 
 
 def mtp_head(pair: Any) -> MtpHead:
-    """Loads the target's MTP layer; pairs of random models make one and train it on their target.
+    """Loads the target's MTP layer; for a random target, makes one and trains it on the target.
 
     Raises:
         UserError: the target has no MTP layer, or it cannot be read.

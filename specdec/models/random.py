@@ -1,4 +1,4 @@
-"""Small models of any family with random weights, for tests and ``model=random``."""
+"""Small models of any transformers model type, random weights; for tests and ``model=random``."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Forward passes of a model, or of a slice of its layers, over this library's caches.
 
-A runner cuts its slice out of a copy of the module tree, which shares all parameters. Hooks insert
-and extract hidden states, so transformers' own forward runs the slice and no family needs specific
+A runner copies the module tree, sharing all parameters, and keeps only its slice. Hooks insert and
+extract hidden states, so transformers' own forward runs the slice and no model type needs specific
 code. A ``Backend`` computes the passes: ``Eager`` calls that forward; the backends for CUDA graphs,
 ONNX Runtime and exact passes are in modules of their own, imported only when a runner uses them.
 
@@ -250,8 +250,8 @@ GRAPHS = ("off", "replay", "cuda", "auto")
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
-    """Replaces modules of a runner's own copy of the model by those of ``execution``. Must be
-    called before the first pass, which reads the plain weights into memory.
+    """Replaces modules of ``model``, a runner's own copy, by those that ``execution`` asks for.
+    Must be called before the first pass, which reads the plain weights into memory.
     """
     kernels, dtype = execution.kernels, model.dtype
     if kernels not in KERNELS:
@@ -378,13 +378,13 @@ class ModelRunner:
         execution: Execution = PLAIN,
         group: Collective | None = None,
     ) -> None:
-        """Prepares the slice and runs one token through it as a check; families outside
-        ``CERTIFIED`` should first pass ``check_family``.
+        """Prepares the slice and runs one token through it as a check. For model types outside
+        ``CERTIFIED``, call ``check_family`` first.
 
         Args:
             model: a model, or one of which only these layers are loaded; it is not changed.
             first_layer, last_layer: the slice has first .. last - 1; None: up to the model's end.
-            capture: hidden states, of layers of the slice, that every pass returns.
+            capture: names of hidden states of the slice's layers, which every pass returns.
             attention: a value of ``Attention``.
             group: tensor-parallel ranks that share the layers; only exact passes use it.
         """
@@ -524,7 +524,7 @@ def probed(model: PreTrainedModel, first_layer: int) -> tuple[CacheSpec, Probe]:
 
 def check_family(model: PreTrainedModel) -> None:
     """Raises UserError if a model's logits under tree attention differ from those of transformers'
-    own forward. Certified families and models that are loaded only partly are not compared.
+    own forward. Model types in ``CERTIFIED`` and partly loaded models are not compared.
     """
     kind = model.config.get_text_config().model_type
     if kind in CERTIFIED or any(p.is_meta for p in model.parameters()):

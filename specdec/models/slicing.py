@@ -1,4 +1,4 @@
-"""Finds, copies, cuts and records the decoder layers of any transformers model."""
+"""Finds, copies and cuts the decoder layers of any transformers model; records their outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def shared_copy(model: PreTrainedModel, shared: Iterable[nn.Module] = ()) -> PreTrainedModel:
-    """Returns a copy of the module tree that shares all tensors and the modules ``shared``."""
+    """Returns a copy of the module tree that shares all tensors, and the modules in ``shared``."""
     kept = chain(model.parameters(), model.buffers(), shared)
     return copy.deepcopy(model, {id(each): each for each in kept})
 
@@ -54,7 +54,7 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
 
 
 def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) -> nn.Module:
-    """Returns the norm before the output head: of ``copied``, a cut copy of ``model``, if given."""
+    """Returns the norm before the output head, of ``model`` or, if given, its cut copy."""
     parent = (copied or model).get_submodule(layers_name(model).rpartition(".")[0])
     norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
     if not norms:
@@ -107,7 +107,7 @@ def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def hidden_states(
     target: PreTrainedModel, tokens: Tensor, names: Sequence[HiddenName]
 ) -> tuple[Tensor, Tensor]:
-    """Runs transformers' own forward on ``tokens``, int64[B, T]; returns hidden states ``names``,
+    """Runs transformers' own forward on ``tokens``, int64[B, T]; returns the states in ``names``,
     concatenated to [B, T, S], and the logits [B, T, V].
     """
     layers: Any = target.get_submodule(layers_name(target))

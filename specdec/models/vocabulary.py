@@ -1,6 +1,6 @@
-"""Drafts with another tokenizer: tokens common to two vocabularies, and translation of texts.
+"""Draft models with another tokenizer than the target: their common tokens, translated texts.
 
-For tests and measurements, the last functions give a model another tokenizer without training.
+For tests and measurements, functions at the end give a model another tokenizer without training.
 
 Shape letters: V target vocabulary, U draft vocabulary, I tokens that both have, W rows of logits.
 """
@@ -160,8 +160,8 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a text in draft tokens, of which further text may change the last. ``rest``: the
-    bytes after ``tokens`` that are no whole character yet and not draft tokens either.
+    """The end of a text as draft tokens, the last of which may change when text is added. ``rest``:
+    bytes that follow ``tokens``, are not yet a whole character and are no draft tokens either.
     """
 
     tokens: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Pairs of a target and its draft: pretrained, random, loaded, tables, synthetic or recorded."""
+"""Pairs of target and draft: models, tables of logits, or given ranks (synthetic or recorded)."""
 
 from typing import TYPE_CHECKING
 

@@ -56,7 +56,7 @@ class ModelOptions:
             each.
         exit_layer: number of layers before the early exit; None for no exit.
         exit_head: kind of the exit heads.
-        exact: whether a row's result must have the same bits in every pass (docs/exact.md).
+        exact: whether each row must have the bits of plain decoding in any pass (docs/exact.md).
     """
 
     dtype: OwnDtype = "auto"

@@ -254,7 +254,7 @@ class LoadedPair(HuggingFacePair):
             tokenizer: tokenizer of both; without one, prompts are token ids.
             eagle_head: folder of an EAGLE head trained for the target.
             eos_ids: tokens that end a request. Default: none.
-            exact: whether a row's result must have the same bits in every pass (docs/exact.md).
+            exact: whether rows must have the bits of plain decoding in any pass (docs/exact.md).
         """
         models = {"target": target} | ({} if draft is None else {"draft": draft})
         for name, model in models.items():

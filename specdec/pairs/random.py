@@ -28,7 +28,7 @@ _OPTIONS = ModelOptions(dtype="float64", device="cpu", exit_head="norm")
 
 
 class RandomPair(HuggingFacePair):
-    """Small models with random weights and no end tokens, for tests that outputs are equal."""
+    """Small models with random weights and no end tokens, for tests that decoding is lossless."""
 
     @validated
     def __init__(

@@ -90,8 +90,8 @@ def record_request(
 
     The draft model reads ``prompt``, int64[T >= 1], and the target's ``output``, int64[L >= 1], and
     its logits pass through the sampling transform of token sources, so each entry equals what
-    ``expand`` returned for the node on the target's path. ``runner`` must not have the meter of the
-    run, which would count these passes.
+    a source's ``expand`` returned for the node on the target's path. ``runner`` must not have the
+    run's meter, which would count these passes.
     """
     transform = SamplingTransform(sampling)
     tokens = np.concatenate([prompt, output])

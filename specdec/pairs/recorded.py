@@ -41,11 +41,11 @@ _CHAINS = (".Chain", ".RootOnly")  # policies without branches
 
 
 class RecordedPair(ModelPair):
-    """A pair whose target is a token sequence per request that is given instead of computed.
+    """A pair whose target is a given token sequence per request, so no target model is run.
 
     ``hidden`` has these sequences and the draft's ranks of their tokens, random or recorded.
     ``SyntheticSource`` proposes from the ranks; other sources that need a draft are refused.
-    ``hidden_middle`` is the same for a middle model; None without one.
+    ``hidden_middle`` has the ranks of a middle model; None without one.
     """
 
     is_synthetic = True

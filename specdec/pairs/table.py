@@ -1,5 +1,5 @@
 """Model pairs given by tables of logits: the next token depends only on the last one, so all
-distributions are known exactly. Tables are called like models, with stages, caches and tree nodes.
+distributions are known exactly. They have stages, caches and tree nodes as other pairs do.
 
 Shape letters: V vocabulary, S rows of a table (token t has row t modulo S), R rows of a pass.
 """
@@ -42,8 +42,8 @@ _SAMPLE_LENGTH = 16
 
 
 class TablePair(ModelPair):
-    """Target and draft as tables of logits given the last token. The exit at ``exit_layer`` has the
-    draft's table; deeper exits interpolate towards the target's, halfway at twice that layer.
+    """Target and draft as tables of logits given the last token. The exit at ``exit_layer`` has
+    the draft's table; deeper ones interpolate to the target's, halfway at twice that layer.
     """
 
     option = "table"

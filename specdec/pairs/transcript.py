@@ -1,9 +1,9 @@
 """A target that writes given texts (``model=transcript``), with or without a draft model.
 
 Under ``verifier=match`` the tokens per pass depend only on the text that the target writes: here
-the turns of ``data.edits``, or prompts and completions of a file, such as the log of a larger
-model. With ``draft`` a real draft model proposes after every token, so acceptance is exactly as
-with the target. There are no probabilities of the target and no times of its own (use
+that of ``data.edits`` (an agent's file edits), or of a file of prompts and completions, such as the
+log of a larger model. With ``draft`` a real draft model proposes, so acceptance is exactly as
+with that target. There are no probabilities of the target and no times of its own (use
 ``clock=simulated``).
 
 Shape letters: T tokens of a request, n given positions.
@@ -80,7 +80,7 @@ class TranscriptModels(RecordedPair):
         Args:
             texts: "edits", or a JSON lines file with ``prompt`` and ``completion``, or with the
                 token ids ``prompt_token_ids`` and ``output_token_ids``.
-            subset: one kind of turn of "edits"; None for all.
+            subset: one kind of turn of "edits" ("rewrite" or "resume"); None for all.
             tokenizer: folder of a model, or ``bundled:NAME``; None: the draft's tokenizer or,
                 without a draft, that of ``bundled:target``.
             draft: folder of a draft model that shares the tokenizer, or ``bundled:NAME``.

@@ -1,7 +1,7 @@
-"""Plans for a target without a draft model: presets that draft from text or heads are timed here.
+"""Plans for a target without a draft model: times presets that draft from text or heads, here.
 
-Their acceptance is unknown before the model decodes, so nothing is simulated: all presets decode
-the same prompts, taking turns of a fraction of a second, until the prompts or the budget run out.
+Acceptance is unknown before the target decodes, so nothing is simulated: all presets decode the
+same prompts, switching every fraction of a second, until prompts or time (``budget_s``) run out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRESETS_BY_KEY = {
     "exit_heads": ("eesd", "ppsd"),
     "translated": ("translated",),
 }
-"""Key of the section ``model`` -> presets that are tried if that key has a value."""
+"""Key of the configuration section ``model`` -> presets that are tried if the key is set."""
 
 _LENGTH = 64  # tokens per prompt
 
@@ -31,9 +31,9 @@ _LENGTH = 64  # tokens per prompt
 def measure_alone(
     models: ModelsHere, chosen: PlanOptions, keys: Sequence[str]
 ) -> tuple[Plan, Candidate]:
-    """Returns the plan and its first choice; ``keys`` are the keys of ``model`` that have a value.
+    """Returns the plan and its best candidate; ``keys`` are the set keys of the section ``model``.
 
-    An interruption ends the measurement; the plan then uses the prompts decoded so far.
+    Ctrl+C ends the measurement; the plan then uses the prompts decoded so far.
     """
     began, progress, batch = monotonic(), models.progress, chosen.batch[0]
     names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]

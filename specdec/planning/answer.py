@@ -103,8 +103,8 @@ class Plan:
 def conclude(
     search: Search, acceptance: Acceptance, finalists: Sequence[Candidate]
 ) -> tuple[Plan, Candidate]:
-    """Returns the plan of a finished search, and its first choice; ``finalists`` include plain
-    decoding.
+    """Returns the plan and its first choice (the best candidate) of a finished search.
+    ``finalists`` are the search's last candidates, plain decoding among them.
     """
     chosen, machine = search.chosen, search.machine
     ranked = search.ranked(finalists, chosen.prompts)
@@ -185,8 +185,8 @@ def _decides(
 ) -> Iterator[str]:
     """Yields sentences on the work that limits the first choice, and on the next best preset.
 
-    The share of a kind of work is (t - t') / (0.1 t), with t the time per token and t' the same in
-    a simulation in which this work costs 90 %. Work that is hidden behind other work has share 0.
+    A kind of work (drafting, transfers, ...) has the share (t - t') / (0.1 t): t is the time per
+    token, t' that with this kind's cost cut to 90 %. Work hidden behind other work has share 0.
     """
     whole = search.times(winner, _PROMPTS).mean
     shares = {}
@@ -217,8 +217,8 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields the fastest candidate for each further batch size and context: of the ranked presets
-    in their layouts, also with sizes divided by 2 and 4, since larger batches favour smaller trees.
+    """Yields the fastest candidate per batch size and context, except the first pair (the ranked
+    one): each preset's best is tried, also with one size (width, ...) divided by 2 or 4.
     """
     machine, chosen = search.machine, search.chosen
     contexts = chosen.context if machine.prices_context else chosen.context[:1]
@@ -381,8 +381,8 @@ class PlanVerdict:
 def check_run(expected: Mapping[str, Any], run: Sequence[Unit]) -> PlanVerdict:
     """Compares a real run of the plan's first choice with the predictions, ``Plan.expected``.
 
-    The interval of a prediction comes from resampling as many prompts as the run has, fewer if the
-    acceptance model was fitted to few requests; intervals of times are widened by the relative
+    A predicted interval is bootstrapped with as many prompts as the run has, or fewer (thus wider)
+    if the acceptance model comes from few requests; intervals of times are widened by the relative
     error of the machine's times. A warning names the acceptance model if tokens per answer or hit
     rate are outside their intervals, and the latency profile if the time per answer is outside.
     """

@@ -139,9 +139,9 @@ def presets(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Returns the presets that can be simulated, without layouts, and why the others cannot.
 
-    ``pair`` reproduces a draft's acceptance from a model or record; plain decoding is then added to
-    ``names`` (none: all presets). Without ``pair`` the real models decode, so sources may read
-    tokens and hidden states. Sources with a model or head of their own are then refused, unless
+    ``pair`` gives a draft's acceptance by a fit or a recorded run; plain decoding is then added to
+    ``names`` (empty: all). Without ``pair`` the real models decode, so sources may read tokens and
+    hidden states. Sources with a model or head of their own are then refused, unless
     measured runs will correct the costs (``measured``).
     """
     known = options("strategy", extra)
@@ -192,13 +192,13 @@ class Unit:
     """Counts of a batch of prompts that were served together; times in seconds."""
 
     requests: int
-    tokens: int  # of the decode phases of all requests, as ``seconds``
+    tokens: int  # of all requests' decode phases, whose time is ``seconds``
     seconds: float
     emitted: int  # all tokens
     clock_s: float  # from start to end
     answers: int  # of the target
-    hits: int
-    draft_s: float
+    hits: int  # answers whose next token was in the tree
+    draft_s: float  # of all drafting
     hidden_s: float  # of drafting that overlapped target work
 
     @property
@@ -227,7 +227,7 @@ TIMES = ("seconds", "clock_s", "draft_s", "hidden_s")
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Numerators and denominators of a ratio, such as seconds and tokens, float64[U] of U units."""
+    """Numerators and denominators (seconds, tokens, ...) of a ratio over U units, float64[U]."""
 
     above: FloatArray
     below: FloatArray
@@ -286,7 +286,7 @@ class Simulator:
     ) -> None:
         """Reads the results that the file ``path`` has.
 
-        ``prompts`` is how many are drawn at random, or at most taken from a record. ``models``
+        ``prompts`` is how many prompts are drawn at random, or at most read of a record. ``models``
         loads real models, for candidates that no acceptance model or record can reproduce.
         """
         self._pair, self._path, self._models = pair, path, models
@@ -312,8 +312,8 @@ class Simulator:
         return len(self._prompts)
 
     def units(self, candidate: Candidate, count: int, length: int) -> list[Unit]:
-        """Returns the counts of the first ``count`` units, of ``batch_size`` prompts each, or of
-        fewer if prompts are lacking; each output has ``length`` tokens.
+        """Returns the first ``count`` units (batches of ``batch_size`` prompts), or fewer if there
+        are too few prompts; each output has ``length`` tokens.
         """
         batch = int(candidate.config["batch_size"])
         count = min(count, max(len(self._prompts) // batch, 1))
@@ -329,7 +329,7 @@ class Simulator:
 
     def copy_scaled(self, made: Candidate, slower: Candidate, factor: float) -> None:
         """Copies the results of ``made`` to ``slower``, with times multiplied by ``factor``. All
-        costs of ``slower`` are this much larger, so it decodes in the same steps.
+        costs of ``slower`` are ``factor`` times as large, so it decodes in the same steps.
         """
         for key, unit in list(self._known.items()):
             target = key.replace(made.key, slower.key)

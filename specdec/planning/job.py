@@ -60,7 +60,7 @@ class PlanRequest:
     extra: tuple[Path, ...]  # further configuration trees
     model: Mapping[str, Any]  # section of the configuration
     machine: Machine | None  # None if it has to be measured first
-    acceptance: Acceptance | None  # likewise
+    acceptance: Acceptance | None  # None if it has to be recorded first
     output_dir: str | None = None
 
     @property
@@ -230,7 +230,7 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
 
 def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVerdict:
     """Compares the plan in a folder with a run, which ``check=true`` starts: on the wall clock if
-    the profile was measured and one device suffices, else with work stretched to the planned times.
+    profile=measured and one device suffices, else paced: work is stretched to the planned times.
     """
     plan = parse_json((folder / RESULT_FILE).read_bytes())
     run = Path(request.chosen.check).expanduser()

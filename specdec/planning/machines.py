@@ -1,6 +1,6 @@
-"""Layouts of target and draft on devices, and machines that give the times of their work.
+"""Layouts (which devices run target and draft), and machines, which give the time of each pass.
 
-A pass of R rows of a model on d devices of a described machine, which share every layer, takes
+A pass of R token rows, with each layer split over d devices of a described machine, takes
 
     L (layer_ms + [d > 1] reduce_ms) + max(B / (d memory_share bandwidth),
                                            2 P R / (d flop_share peak)),
@@ -34,11 +34,11 @@ _LAYERS = {0.07: 2, 0.5: 24, 1.2: 16, 3.0: 28, 8.0: 32, 13.0: 40, 33.0: 60, 70.0
 """Billions of parameters -> number of layers, of published Llama and Qwen models."""
 
 ERROR = 0.25
-"""Relative error of computed pass times: 75 % of held-out times are within it (median 11 %)."""
+"""Relative error taken for computed pass times: 75 % of held-out ones err less (median 11 %)."""
 
 
 class DoesNotFit(Exception):
-    """The machine does not have a layout or cannot hold the models; the message says why."""
+    """The machine lacks devices, times or memory for a layout; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class Layout:
 def layouts(devices: int, *, own_draft: bool, staged: bool, copies: bool) -> list[Layout]:
     """Returns the layouts of target and draft that are tried on ``devices`` devices.
 
-    For each tensor-parallel degree d: as many stages of d devices as fit, and one stage of d
-    devices; then pipelines of one device per stage on a half, a quarter, ... of the devices.
+    If ``staged``, for each tensor-parallel degree d: as many stages of d devices as fit, and one
+    stage of d devices; then pipelines of one device per stage on 1/2, 1/4, ... of the devices.
 
     Args:
         own_draft: whether the draft has devices of its own.
@@ -124,7 +124,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled(Machine):
-    """A machine with measured times: a latency profile, or this machine at some batch sizes.
+    """A machine with measured pass times: of a latency profile, or of this one per batch size.
 
     Stage times are scaled to the layout's number of stages. Layouts with fewer target devices than
     the profile has stages are refused, since the target is assumed not to fit on them.
@@ -172,7 +172,7 @@ class Constants:
     Attributes:
         memory_share, flop_share: the part of the data sheet's bandwidth and peak that is reached.
         layer_ms, eager_layer_ms: overhead per layer, with and without captured graphs.
-        reduce_ms: time per layer of the sums over devices.
+        reduce_ms: time per layer to sum partial results over the devices that share it.
     """
 
     memory_share: float = 0.75

@@ -2,7 +2,7 @@
 
 Passes are measured as ``specdec profile`` does, at the context length of the recorded prompts and
 the planned batch sizes. A real step also selects nodes, packs rows, samples and verifies tokens and
-moves cache entries, for which a simulation charges no time.
+moves cache entries, all of which take no time in a simulation.
 
 After the search, the last candidates decode prompts for real, alternating every fraction of a
 second, and the same prompts in simulation. The ratio of the two times per token scales a
@@ -109,7 +109,7 @@ class ModelsHere:
 
 
 def typical(units: Sequence[Unit]) -> Unit:
-    """Returns the run of median time; of an even number, with mean times of the middle two."""
+    """Returns the run of median time; of an even number, its times are means of the middle two."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
     return replace(low, **{name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES})
@@ -123,8 +123,8 @@ def measured_here(
     stages: int,
     devices: int,
 ) -> dict[str, Any]:
-    """Measures this machine; returns keyword arguments of ``Profiled``: costs by batch size, and
-    sizes of memory where known. ``acceptance`` is the record of the models' prompts.
+    """Measures this machine; returns keyword arguments of ``Profiled``: costs by batch size and, if
+    known, sizes of memory and weights. Passes are timed at the mean context of ``acceptance``.
     """
     pair, progress = models.loaded[0], models.progress
     by_batch = {}
@@ -162,7 +162,7 @@ def calibrated(
     candidates: Sequence[Candidate], *, search: Search, models: ModelsHere, path: Path
 ) -> list[Candidate]:
     """Returns the candidates with costs scaled to measured runs, without those that cannot run here
-    (``search.left_out`` says why). Ratios that the file ``path`` has are not measured again.
+    (``search.left_out`` says why). The file ``path`` keeps the ratios for a resumed search.
     """
     known: dict[str, dict[str, Any]] = parse_json(path.read_bytes()) if path.is_file() else {}
     runnable = []

@@ -1,7 +1,7 @@
 """Plan search: short simulations choose device layouts and policy sizes, then successive halving.
 
-Each later round runs fewer candidates on more prompts. Intervals of time ratios are bootstrapped
-over prompts (``Times.resampled``), fewer if acceptance is known from few requests (``effective``).
+Each later round runs fewer candidates on more prompts. Intervals of ratios of two candidates' times
+are bootstrapped over prompts, and wider if acceptance comes from few requests (``effective``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Search:
     machine: Machine
     simulator: Simulator
     chosen: PlanOptions
-    requests: float  # units that the acceptance was fitted to; see ``effective``
+    requests: float  # units (batches) that acceptance was fitted to; see ``effective``
     length: int  # tokens per prompt
     progress: Progress
     left_out: dict[str, str] = field(default_factory=dict)  # preset -> why it is not simulated
@@ -150,7 +150,7 @@ class Search:
         return preset.on(self.machine, layout, batch=batch, context=context)
 
     def _drafts_beside(self, preset: Candidate) -> bool:
-        """Returns whether drafting overlaps with target work in a short simulation."""
+        """Returns whether over 20 % of the drafting overlaps target work in a short simulation."""
         for layout in self._layouts(preset, self.machine.devices, False):
             with suppress(DoesNotFit, UserError):
                 # Models decode slowly, so this computes the results that the first round reuses.
@@ -166,7 +166,7 @@ class Search:
         tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
 
     def _tune(self, tried: _Tried) -> None:
-        """Tries other sizes, key by key, on the fastest candidate so far, and extends ``tried``."""
+        """Tries other policy sizes, one key of ``SIZES`` after another; adds them to ``tried``."""
         for key, values in SIZES.items():
             best = _fastest(tried)[0]
             current = best.config["policy"].get(key)
@@ -181,7 +181,7 @@ class Search:
                     self._try(best.with_size(key, value), tried)
 
     def _round(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
-        """Returns at most ``kept``: each preset's best, and others that may match the fastest."""
+        """Keeps up to ``kept`` candidates: each preset's best, and others that may be fastest."""
         self.progress.phase(f"{len(left)} candidates on {count} prompts", len(left))
         stay: list[Candidate] = []
         for candidate in left:

@@ -1,7 +1,7 @@
 """Tree policies decide which tokens to propose, keep and verify.
 
-Every policy is deterministic: equal scores are ordered by slot. A *serial* policy submits nodes of
-a request only when all its submitted nodes are answered.
+Every policy is deterministic: equal scores are ordered by slot (tree index). A *serial* policy
+submits nodes of a request only when the target has answered all that it submitted before.
 """
 
 from typing import TYPE_CHECKING

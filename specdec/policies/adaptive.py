@@ -44,7 +44,7 @@ class _Round:
 
 @dataclass(slots=True)
 class _Record:
-    """What the rounds of one request have gained and cost.
+    """What one request's rounds (draft, verify) with each arm have gained and cost.
 
     Attributes:
         gains, costs: per arm, tokens and seconds per round.
@@ -76,7 +76,7 @@ class Adaptive(TreePolicy):
 
     Args:
         arms: the arms besides plain decoding, at least one.
-        explore: largest share of time that rounds of other arms than the best may lose.
+        explore: largest share of the total time that trying arms other than the best may lose.
     """
 
     @validated

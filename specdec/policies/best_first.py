@@ -65,7 +65,7 @@ class BestFirst(TreePolicy):
             tokens per pass.
 
     Attributes:
-        expansions: source calls so far, "between" target passes and "beside" them.
+        expansions: number of source calls, "between" target passes and "beside" (during) them.
     """
 
     value_dependent = True
@@ -189,10 +189,10 @@ class BestFirst(TreePolicy):
 
 
 def mass(tree: TokenTree, slots: IntArray) -> float:
-    """Returns the sum of the nodes' draft probabilities, each given the root."""
+    """Returns the sum of the nodes' draft probabilities, each of its whole path below the root."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 
 def _num_available(tree: TokenTree) -> int:
-    """Returns the number of nodes and candidates, which is SwiftSpec's size of the tree."""
+    """Returns the number of nodes and untaken candidates (what SwiftSpec calls the tree's size)."""
     return len(tree) + int(np.count_nonzero(tree.candidate_logprobs > -np.inf))

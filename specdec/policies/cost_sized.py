@@ -1,4 +1,4 @@
-"""A policy that sizes trees by the measured costs and gains of rows and draft passes."""
+"""A policy that sets the numbers of nodes and draft passes by their measured cost and gain."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _SMALL = (1, 4)  # draft passes and nodes
 
 @dataclass(slots=True)
 class _Round:
-    """The start, size and draft probabilities of one round of a request."""
+    """When one round of a request started, what it submitted, and with which probability."""
 
     answers: int  # answers of the request before the round
     began_s: float
@@ -38,11 +38,11 @@ class _Round:
 
 @dataclass(slots=True)
 class _Record:
-    nodes: FadingMean  # accepted tokens per unit of probability
-    leaves: list[FadingMean]  # likewise, by number of the expansion in its round
+    nodes: FadingMean  # accepted tokens / total probability of submitted nodes
+    leaves: list[FadingMean]  # likewise for leaves, by number of the expansion in its round
     last: _Round | None = None
     expanded: list[float] = field(default_factory=list)  # ``leaf_mass`` of the coming round
-    undrafted: int = 0  # consecutive rounds
+    undrafted: int = 0  # consecutive rounds without drafts
     caught_up: bool = False  # whether the round before the coming one has drafted
     again: bool = False  # whether the coming round repeats a trial
 

@@ -37,7 +37,7 @@ class FreeDraft(TreePolicy):
             them; 0: the target never waits, middle models wait for one.
 
     Attributes:
-        feeds_busy_target: whether a step also ends when nodes can be submitted to a busy target.
+        feeds_busy_target: whether new nodes end a step even while the target verifies others.
     """
 
     value_dependent = False
@@ -178,7 +178,7 @@ class Chain:
         self._advance()
 
     def judged(self, level: int, ids: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores a model's token after each node of ``ids``, from ``rows``; skips pruned ones."""
+        """Stores a model's token after each node of ``ids``, from ``rows``; skips pruned nodes."""
         tokens = np.where(candidates.counts[rows] > 0, candidates.tokens[rows, 0], _NO_TOKEN)
         live = self._tree.slots(ids) != NO_NODE
         self.predicted[level].update(zip(ids[live].tolist(), tokens[live].tolist(), strict=True))

@@ -81,8 +81,8 @@ class Static(TreePolicy):
         return request.id in self._complete
 
     def overlap(self, state: DecodeState, source: TokenSource, events: Events) -> bool:
-        """If requests take turns, drafts the trees of waiting ones until the target is ready. With
-        ``draft_overlap`` "rule", also makes one pass for the guessed next trees.
+        """If requests submit in turns, drafts the trees of those not in turn until the target is
+        ready. With ``draft_overlap`` "rule", also makes one pass for the guessed next trees.
         """
         live = live_requests(state)
         if state.turn is not None and self.draft_overlap != "full":

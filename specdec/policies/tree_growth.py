@@ -167,8 +167,8 @@ def best_unsubmitted(tree: TokenTree, num: int, min_score: float = -np.inf) -> I
 def best_leaves(
     request: RequestState, num: int, *, excluded: IntArray = NO_SLOTS, min_score: float = -np.inf
 ) -> IntArray:
-    """Returns the slots of the most probable leaves, int64[<= num], without ``excluded``;
-    candidates become nodes.
+    """Returns the slots of the most probable leaves, int64[<= num], other than slots ``excluded``;
+    returned candidates become nodes.
 
     A *leaf* is an unexpanded node or an untaken candidate that can have children.
     """
@@ -199,7 +199,7 @@ def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
 
 
 def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int = 1) -> float | None:
-    """Returns time of a target pass / time of a draft pass of ``rows`` rows; None if unknown."""
+    """Returns target pass time / draft pass time, at ``rows`` draft rows; None if unknown."""
     if profile is None:
         return None
     target_ms, draft_ms = profile.ms(Work.STAGE, 1), profile.ms(Work.DRAFT, rows)
@@ -223,7 +223,7 @@ class FixedWidth(TreePolicy):
     whole.
 
     With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
-    have arrived. Width 1 with 1 child is PPSD's own chain. It also grows in other requests' turns,
+    have arrived. Width 1 with 1 child is PPSD's own chain. It also grows when not in its turn,
     because whether a node has a child when rejection tests it must not depend on the batch.
 
     Args:

@@ -30,14 +30,16 @@ _DIGITS = 4  # decimals of milliseconds in a profile: 0.1 microseconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Milliseconds per repeat on ``tokens`` rows; a head's are differences, which may be < 0."""
+    """Milliseconds of a pass over ``tokens`` rows, in each repeat. Those of the output head are
+    differences of two passes, which may be negative.
+    """
 
     tokens: int
     ms: tuple[float, ...]
 
     @property
     def median_ms(self) -> float:
-        """The time in a profile: the median, or 0 if that is negative."""
+        """The time that a latency profile gets: the median, or 0 if that is negative."""
         return max(0.0, median(self.ms))
 
     @property
@@ -72,12 +74,11 @@ def measure_model(
 ) -> dict[Work, list[Sample]]:
     """Measures passes of the target, optionally of the draft, and transfers of hidden states.
 
-    The longest of ``stages`` slices of the target is measured. The time of the head is that of the
-    last slice with the logits of all rows minus that of a pass without logits directly before.
+    The longest of ``stages`` slices of the target is measured. The output head's time is that of
+    a pass of the last slice with logits of all rows, minus that of one without logits just before.
 
     ``tokens`` are increasing numbers of rows per pass, after ``context`` committed ones.
-    ``requests`` share a pass, each with its own cache; a pass of fewer rows has one row per
-    request.
+    A pass has rows of ``requests`` requests, each with its own cache; of fewer if rows are fewer.
     """
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
@@ -109,9 +110,7 @@ def measure_model(
 
 
 class _TimedRunner:
-    """A slice of a model with one filled cache per request; methods return the seconds of a pass of
-    ``num`` rows over all requests.
-    """
+    """A model slice with filled caches; methods return the seconds of a pass of ``num`` rows."""
 
     def __init__(self, runner: ModelRunner, context: int, max_tokens: int, requests: int) -> None:
         self._runner, self._context, self._step = runner, context, 0
@@ -188,7 +187,7 @@ class _TimedRunner:
 
 
 def _level(num: int, context: int) -> TreeRows:
-    """Returns a root and ``num`` - 1 children."""
+    """Returns a tree of a root and ``num`` - 1 children, after ``context`` committed tokens."""
     ids, tokens = np.arange(num), np.zeros(num, np.int64)
     parents = np.where(ids, 0, NO_NODE)
     return TreeRows.within(prefix_len=context, node_ids=ids, tokens=tokens, parent_ids=parents)

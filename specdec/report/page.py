@@ -176,7 +176,7 @@ def _page(
 
 
 def write_sweep(folder: Path) -> None:
-    """Prints and writes a table of the jobs and, if a swept key is a number, the curves."""
+    """Prints and writes a table of a sweep's jobs; plots them over the first numeric swept key."""
     report = load_report(folder)
     if not report.rows:
         return

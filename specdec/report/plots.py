@@ -35,7 +35,7 @@ def comparison_png(
     styles: Sequence[Style],
     points: Sequence[FloatArray],
 ) -> bytes:
-    """Plots speed-up over ``ar`` (``points``: of each prompt), tokens per second and acceptance."""
+    """Plots tokens per second, acceptance, speed-up over ``ar`` (``points``: of single prompts)."""
     figure, rows = figure_of(11.0, 2.2 + 0.46 * len(rows)), shown_rows(rows, conditions)
     widths = [1.45, 1, 1] if any(row.get("speedup_wall") is not None for row in rows) else [1, 1]
     *first, speed, third = axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
@@ -161,7 +161,7 @@ def mean_emission(requests: Sequence[RequestResult]) -> FloatArray:
 
 
 def rate_by_position(requests: Sequence[RequestResult]) -> tuple[FloatArray, FloatArray]:
-    """Returns middle position and tokens per second of each bucket of the decode phase."""
+    """Returns middle position and tokens per second of each bucket of decode-phase positions."""
     # The prefill has emitted the tokens before the first gap.
     starts = [len(r.output) - decode_phase(r).tokens for r in requests]
     at = [np.arange(start, len(r.output)) for start, r in zip(starts, requests, strict=True)]

@@ -3,7 +3,7 @@
 As in its script ``evaluation/speed.py``, a question's speed is the new tokens of all turns over
 their wall time, the speed-up is the ratio of mean speeds over questions, and the mean accepted
 tokens are over all steps of all questions. The script counts the baseline's tokens by tokenising
-its text again; here both are counted as they were generated.
+its text again; here the tokens of both runs are counted as they were generated.
 """
 
 import json
@@ -78,7 +78,7 @@ def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> Non
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns figures per Spec-Bench task, or category of other sets, and over all questions.
+    """Returns figures per Spec-Bench task (other data sets: per category) and over all questions.
 
     ``tokens_per_s`` is a mean over questions, ``accept_length`` over steps, ``speedup`` the median
     over repeats.

@@ -322,8 +322,8 @@ def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float
 
 
 def _pass_s(row: Row, plain: Row) -> float | None:
-    """Returns the mean seconds of a row's target passes after the first token; None on other clocks
-    than a measured one, with several requests or steps in flight, or without model calls.
+    """Returns mean seconds of a target pass of ``row`` after first tokens, which ``plain`` times;
+    None if the clock is not measured, requests or steps overlap, or a time is missing.
     """
     target_s, ttft_ms = (row.get("model_s") or {}).get("target"), plain.get("ttft_ms")
     alone = row.get("latency") == 1 and (row.get("mean_batch") or 1.0) == 1.0

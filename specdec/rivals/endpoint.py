@@ -185,8 +185,8 @@ class Endpoint:
     def _tokens(
         self, prompt: Sequence[int], text: str | None, answer: _Answer
     ) -> tuple[list[int], list[float]]:
-        """Returns the output's token ids and their times; refuses a server that counts another
-        number of tokens.
+        """Returns the output's token ids and their times; UserError if the server counts another
+        number of tokens than the text has.
         """
         chunks = answer.chunks
         if text is None:

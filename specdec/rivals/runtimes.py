@@ -142,7 +142,7 @@ class RivalProcess:
         self.pids = (self._process.pid,)
 
     def ask(self, op: str, **message: Any) -> dict[str, Any]:
-        """Returns the reply of the worker's function ``op``; else ends it with a UserError."""
+        """Returns the reply of the worker's function ``op``; if it fails, raises UserError."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -133,7 +133,7 @@ def compare_jobs(
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records``: (strategy, repeat, prompt id) -> decoded request. ``runs``: strategy -> repeats.
+    ``records``: (strategy, repeat, prompt id) -> request. ``runs``: strategy -> one run per repeat.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class _Decoding:
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
     def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> list[TokenPrompt]:
-        """Returns [a dialogue's next prompt], with the strategy's own answers; [] at its end."""
+        """Returns [the dialogue's next prompt], after the strategy's answers; [] at its end."""
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
             return []
@@ -311,7 +311,7 @@ def build_runner(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> Ru
 def prepare(
     cfg: Mapping[str, Any], pair: ModelPair | None = None, progress: Progress | None = None
 ) -> tuple[ModelPair, list[TokenPrompt], int]:
-    """Loads a model pair, unless one is given, and its prompts (random ones without a tokenizer).
+    """Loads a model pair, unless one is given, and prompts (random if it has no tokenizer).
 
     Returns the pair, the prompts, which fit into its positions, and how many were shortened.
     """
@@ -370,7 +370,7 @@ def _room(cfg: Mapping[str, Any], pair: ModelPair) -> int | None:
 
 def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPrompt]) -> None:
     """Decodes prompts without counting them, since first calls allocate, compile and capture CUDA
-    graphs. If graphs are on, the longest prompts are decoded, one for each place in a batch.
+    graphs. If graphs are on, the longest prompts are decoded, as many as a batch holds.
     """
     first = prompts[:1]
     if cfg["model"].get("graphs", "off") != "off":

@@ -41,7 +41,7 @@ class RivalOptions:
 
 @dataclass(kw_only=True, eq=False)
 class RivalBaseline(OneByOne):
-    """Another runtime. It gets end tokens as ids; it has no stop strings or ``no_repeat_ngram``."""
+    """Decodes with another runtime, which knows end tokens, not stop strings or no_repeat_ngram."""
 
     server: RivalProcess | Endpoint
     runtime: str
@@ -184,7 +184,7 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
 
 
 def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
-    """Emits the tokens of each pass and counts the answers.
+    """Emits the tokens of each pass to the request, and counts accepted and rejected draft tokens.
 
     Rejected draft tokens are spread evenly over the passes. If their number is unknown, neither
     proposed nor tested draft tokens are counted, so rates of acceptance are undefined.

@@ -54,11 +54,11 @@ Book = Callable[[RequestResult, RunTotals], None]
 class Runner(ABC):
     name: str
     claims: Lossless  # what its verifier guarantees
-    runtime: str | None = None  # the program that runs the models, for rows
+    runtime: str | None = None  # the program that runs the models, for tables
     caveat: str = ""  # of other programs: what ran there, and why rows are not comparable
     parts: Parts | None = None  # None for the decoding of other programs
     trace: RunTrace | None = None  # records the run for ``trace=true``
-    warming_up = False  # whether the present run is not counted
+    warming_up = False  # whether the present run is a warm-up, which is not counted
     pids: Sequence[int] | None = ()  # its other processes here; None if they cannot be read
 
     @abstractmethod
@@ -311,7 +311,7 @@ class RunBook:
     """Counts the work between two calls of ``take``; the sum over all calls is the work of the run.
 
     Counts of other processes are read only at the end of a run, since reading them stalls the
-    pipeline; until then they are zero. ``reports`` has the last report of each wall clock.
+    pipeline; until then they are zero. ``reports`` has the last report of each process's clock.
     """
 
     def __init__(self, parts: Parts, state: DecodeState) -> None:
@@ -364,8 +364,8 @@ class RunBook:
 
 
 def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple[ClockReport, ...]]:
-    """Returns the cumulative counts of all ranks as fields of ``RunTotals`` (without
-    ``draft_total_s`` on a measured clock), and the clocks' reports; asks each other process once.
+    """Returns the cumulative counts of all ranks (processes) as ``RunTotals`` fields (on a measured
+    clock without ``draft_total_s``), and their clocks' reports; asks each other process once.
     """
     simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
     answers, shared = ((), ()) if simulated else (executor.reports(), executor.draft_reports())

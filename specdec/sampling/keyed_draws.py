@@ -18,10 +18,10 @@ _WORDS = 4  # draws per value of the generator's counter
 
 
 class Purpose(IntEnum):
-    """What a random number is used for; those of different purposes are independent.
+    """What a random number is used for; numbers of different purposes are independent.
 
-    ``TARGET``: the target's next token, including the bonus token. ``DRAFT``: a sampled candidate.
-    ``ACCEPT``: the acceptance test of a candidate. ``RESIDUAL``: the correction token.
+    ``TARGET``: the target's next token, including the bonus token. ``DRAFT``: a draft's candidate.
+    ``ACCEPT``: the acceptance test of a candidate. ``RESIDUAL``: the token after rejections.
     """
 
     TARGET = 0

@@ -1,4 +1,4 @@
-"""The sampling transform, from logits to the sampled distribution; the same for target and draft.
+"""The transform from logits to the distribution that is sampled; same for target and draft.
 
 The order of steps is that of transformers' ``generate``: no_repeat_ngram, other processors,
 temperature, top-k, top-p. The largest logits are selected on the device of the logits. From the
@@ -7,8 +7,8 @@ row: neither the other rows of a batch nor padding changes a bit of it. A draft'
 most probable tokens of its distribution, or are sampled from it with random numbers that depend on
 seed, prompt and position only. Processors get each node's history: committed tokens, then its path.
 
-Shape letters: A rows (answered nodes), W rows (expanded nodes), V vocabulary, K candidates, S
-stored entries of a row, T tokens of a history, B banned tokens.
+Shape letters: A rows (nodes that have logits), W rows (nodes that get candidates), V vocabulary, K
+candidates, S stored entries of a row, T tokens of a history, B banned tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,8 +67,8 @@ def apply_processors(
 class HistoryTracker:
     """Tracks the token sequence (history) up to each tree node that the target is processing.
 
-    Histories are derived from the rows and commits that reach a rank, so logits processors see the
-    same tokens on every rank.
+    Histories are derived from the rows and commits that reach a rank (process of the run), so
+    logits processors see the same tokens on every rank.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class SamplingTransform:
     """Applies ``SamplingParams`` to logits.
 
     In every method, logits are [A, V] tensors of any float type and device, and ``histories[i]`` is
-    the int64 sequence up to and including the node of row i, or None if ``params.needs_history`` is
+    the int64 tokens up to and including the node of row i, or None if ``params.needs_history`` is
     false. Rows with NaN, infinity or no allowed token raise a ``ValueError``.
     """
 
@@ -498,7 +498,7 @@ def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
 
 
 def sibling_draws(draws: KeyedDraws, request_id: int, positions: IntArray, k: int) -> FloatArray:
-    """Returns float64[W, K]: a random number for each child of nodes at ``positions``[W]."""
+    """Returns float64[W, K]: random numbers for K children of each node at ``positions``[W]."""
     return draws.uniform(request_id, positions[:, None] + 1, Purpose.DRAFT, np.arange(k))
 
 

@@ -10,8 +10,8 @@ from specdec.state import DecodeState, RequestState
 class Feeding(StrEnum):
     """Which requests' nodes a step may submit; the other requests wait for later steps.
 
-    ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: one group per step, of
-    as many groups of open requests as batches can be in flight (PP-vLLM's mini-batches).
+    ``DYNAMIC``: all, as one ragged batch (SpecPipe-DB). ``MICRO_BATCHES``: one of n groups of
+    open requests in turn, where n batches can be in flight (PP-vLLM's mini-batches).
     ``ITERATION``: one request per step (the iteration-based scheduling of SpecPipe and SpecInfer).
     """
 

@@ -16,10 +16,10 @@ from specdec.types import Candidates, Commit, Nodes, Output, Ticket
 class Background(WrappedSource):
     """Makes a source asynchronous: its passes run on a separate device, one after another.
 
-    On a simulated or paced clock a pass is computed when it starts, and its time is charged to the
-    clock rank ``free_rank``, which no other device has. On a measured clock it runs in a thread,
-    over a copy of the trees. Calls of ``open``, ``commit`` and ``close`` during a pass take effect
-    when it has ended. The source must share no caches with the executor.
+    On a simulated or paced clock, which take times from a latency profile, a pass is computed when
+    it starts, and its time is added to ``free_rank``, a device number that nothing else uses. On a
+    measured clock (wall time) it runs in a thread, over a copy of the trees. ``open``, ``commit``
+    and ``close`` take effect after the current pass. Source and executor must share no caches.
     """
 
     asynchronous = True

@@ -33,7 +33,7 @@ class CombinedSource(TokenSource):
     """Base of sources that own other sources, which they open, commit and close.
 
     Attributes:
-        counters: sums over the owned sources; ``by_level`` lists their models in the same order.
+        counters: sums over the owned sources; ``by_level`` has their models' passes in that order.
     """
 
     def __init__(self, sources: Sequence[TokenSource]) -> None:
@@ -91,9 +91,9 @@ class ModelChain(CombinedSource):
     """A draft model, then middle models that check and correct the one before them (PipeSpec).
 
     The draft is first in ``sources``. The models run independently if each is in a ``Background``,
-    which gives it a device. ``Events.start`` starts a pass of the model ``level``. Passes of level
-    0, the draft, propose candidates like any source. Those of a middle model return, with their
-    event, its own next token after each token of the model before it.
+    which gives it a device. A model's *level* is its index in ``sources``: ``Events.start`` starts
+    a pass of one level. The draft proposes candidates like any source; a pass of a middle model
+    returns, with its event, its own next token after each token of the model before it.
     """
 
     @validated

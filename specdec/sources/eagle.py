@@ -40,9 +40,9 @@ class EagleSource(CachedModelSource):
     """Proposes the candidates of an EAGLE head of any version, which has its own KV cache.
 
     A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
-    one pass over the nodes of all requests. Passes over a long prompt come before it, and one pass
-    per level of ancestors that other sources have proposed. Each is charged as a pass of the draft
-    model.
+    one pass over the nodes of all requests. Before it come passes over a long prompt, and one pass
+    per level of ancestors that other sources have proposed. The clock counts each as a pass of the
+    draft model.
 
     Args:
         untrained: version of the random head that is made if the pair has no trained one: EAGLE-1
@@ -120,7 +120,7 @@ class EagleSource(CachedModelSource):
         return full
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W], equal for all nodes: whether the feature before the root has arrived.
+        """Returns bool[W], equal for all nodes: whether the features before the root have arrived.
 
         Sampled candidates begin only with the second root: in a pipeline the prompt's features
         arrive after the first root was submitted, and outputs must be the same on every executor.
@@ -204,7 +204,7 @@ class Features:
         return torch.cat([self._joined(name)[at] for name in self.names], -1)
 
     def drop(self, start: int) -> None:
-        """Frees the positions before ``start``, if these are at least 32."""
+        """Frees the rows of positions before ``start``, if these are at least 32 positions."""
         num = min(start, self.known) - self.first
         if num < _DROPPED:
             return
@@ -287,7 +287,7 @@ class HeadPass:
         self._logits_of: list[tuple[HeadState, int]] = []
 
     def add_prefix(self, draft: HeadState, limit: int | None = None) -> None:
-        """Adds up to ``limit`` committed tokens whose entry is missing or lacks its feature."""
+        """Adds up to ``limit`` committed tokens not yet computed from the target's features."""
         request, cache, start = draft.request, draft.cache, draft.true_len
         stop = request.prefix_len - 1
         stop = stop if limit is None else min(stop, start + limit)
@@ -405,7 +405,7 @@ class HeadPass:
             self._logits_rows.append(np.arange(start, self.num_rows))
 
     def _add_features(self, features: Tensor, from_end: IntArray) -> None:
-        """Sets features [F, S] of F rows; ``from_end``: their (negative) indices from the end."""
+        """Gives F appended rows features [F, S]; ``from_end``: the rows' indices, below 0."""
         self._features.append(features)
         self._feature_rows.append(self.num_rows + from_end)
 

@@ -69,7 +69,7 @@ class ExitSource(ModelSource):
 
     @cached_property
     def pass_bytes(self) -> int:
-        """Bytes of the first exit head, and of the layers before it if this source runs them."""
+        """Bytes of weights: the first exit head, and the layers before it if run by this source."""
         pair, layer = self._pair, self.layers[0]
         head = pair.artefact(HeadWeights, layer=layer)
         size = DTYPES[str(pair.dtype)].itemsize

@@ -109,7 +109,7 @@ class KatzModel:
 
     @classmethod
     def from_pair(cls, pair: Any) -> KatzModel:
-        """Returns a trigram model of the pair's token samples, which are counted once per pair."""
+        """Returns a trigram model of the pair's ``token_samples()``, built once per model pair."""
         if pair not in _COUNTED:
             _COUNTED[pair] = cls(
                 pair.token_samples(), order=3, vocab_size=pair.vocab_size, separator=0
@@ -223,7 +223,7 @@ class NGramSource(TokenSource):
     """Proposes continuations of each node's last ``order - 1`` tokens by a Katz n-gram model.
 
     This is the draft2 of Staged Speculative Decoding, section 3.2. Without ``katz``, trigrams of
-    the pair's token samples are counted. With ``sample``, candidates are sampled and come with
+    ``pair.token_samples()`` are counted. With ``sample``, candidates are sampled and come with
     their distribution, for verifiers that need ``draft_probs``.
     """
 

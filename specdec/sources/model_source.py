@@ -1,4 +1,4 @@
-"""Token sources that run a model: base classes, also for heads of the target, and the draft.
+"""Token sources that run a draft model, and base classes, also for heads on the target.
 
 The option ``guess_draw`` (Staged Speculative Decoding, future work 1) ranks a draft's candidates by
 the number u with which the target samples: under ``match`` the target's next token is the inverse
@@ -166,15 +166,15 @@ class PassWork:
 class CachedModelSource(ModelSource):
     """Base of sources that run a model with a KV cache per request.
 
-    One ``expand`` is one pass over the nodes of all requests, with those of their ancestors and of
-    the committed tokens that the caches lack. Nodes for which ``_can_expand`` is false get no
+    One ``expand`` is one pass over the nodes of all requests, and over the ancestors and committed
+    tokens that the caches lack. Nodes for which ``_can_expand`` is false get no
     candidates. A commit moves accepted entries into the cache's prefix.
 
     Args:
         runner: has ``new_cache``, ``forward`` and ``max_positions``.
         sample: see ``ModelSource``.
         prefill_chunk: maximum number of prompt rows per request and pass.
-        work: kind of work that a pass is for the clock, which charges it by the latency profile.
+        work: kind of work (draft or middle model) as which the run's clock counts a pass.
     """
 
     _shares_entries = False
@@ -328,8 +328,8 @@ def near_draw(
 ) -> Candidates:
     """Ranks the draft's tokens by how near they are, in its CDF, to the target's random number u.
 
-    It assumes that the edges of the draft's CDF are off by a random amount with density exp(-abs(x)
-    / spread) / (2 spread). A token's score is the probability that its interval, moved by that
+    It assumes that the draft's CDF edges miss the target's by a random x with density exp(-abs(x) /
+    spread) / (2 spread). A token's score is the probability that its interval, moved by that
     amount, contains u, plus a small share of the token's own probability.
 
     Returns the ``k`` best candidates of each node, or fewer if fewer tokens pass top-k and top-p.

@@ -64,7 +64,7 @@ class RandomSource(TokenSource):
         return weights / weights.sum()
 
     def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
-        """Returns how many of a node's candidates are proposed: all, or none at a silent node."""
+        """Returns how many of a node's candidates are proposed: all, or 0 at a ``silence`` node."""
         silent = self._silence and self._draw(_SILENT, request.id, path) < self._silence
         return 0 if silent else len(tokens)
 

@@ -112,12 +112,12 @@ class SuffixAutomaton:
         return {t: count[after] + (last[after] == latest) for t, after in following.items()}
 
     def suffix(self, max_length: int) -> tuple[int, int]:
-        """Returns the longest suffix that occurred before, cut to ``max_length``: a ``Match``."""
+        """Returns the longest suffix seen before, as (state, length <= ``max_length``)."""
         state = max(self.link[self._whole], 0)
         return self._cut(state, self.length[state], max_length)
 
     def advance(self, state: int, length: int, token: int, max_length: int) -> tuple[int, int]:
-        """Returns the longest suffix of a match plus ``token`` that occurs, as a new match."""
+        """Returns the longest suffix of a match plus ``token`` that occurs: (state, length)."""
         while state >= 0 and not self.has(state, token):
             state = self.link[state]
             length = min(length, self.length[state]) if state >= 0 else 0
@@ -156,7 +156,7 @@ class SuffixAutomaton:
 
 
 class Confidence:
-    """Estimates how probably a match's continuations contain the next token, by its length.
+    """Estimates how probably a match's continuations contain the next token, by match length.
 
     The estimate is the success rate so far at that length. Its initial value, length / (length +
     2), has the weight of 4 trials.
@@ -333,7 +333,7 @@ def read_texts(path: str | Path, *, vocab_size: int, key: str = "source.path") -
     """Reads the requests of a saved cache, oldest first; ``key`` is the option's name in messages.
 
     Raises:
-        UserError: the file is missing, damaged, no cache, or of another version or vocabulary.
+        UserError: the file is missing, damaged, not a cache, or of another version or vocabulary.
     """
     at = f"{key}={path}"
     head, arrays = FORMAT.read(path, at)

@@ -42,7 +42,7 @@ _MAX_STALE = 4096  # number of node ids above which those of pruned nodes are dr
 
 
 class HiddenPair:
-    """Base of pairs without models: target sequences, and the draft's ranks of their tokens."""
+    """Base of target-draft pairs without models: target tokens and their ranks in the draft."""
 
     vocab_size: int
     num_depths: int = 1
@@ -162,7 +162,7 @@ class SyntheticPair(HiddenPair):
         return rows
 
     def _rank_law(self, odds: float) -> FloatArray:
-        """Returns float64[C, 64]: probability of each rank; ``odds`` shift the first's log odds."""
+        """Returns float64[C, 64]: each rank's probability; ``odds`` shift rank 1's log odds."""
         top1, decay, miss = (np.asarray(v, float) for v in (self.top1, self.decay, self.miss))
         if odds:
             factor = np.exp(odds)
@@ -219,7 +219,7 @@ def _drawn(shares: FloatArray, uniform: FloatArray) -> IntArray:
 
 
 class _RequestTables:
-    """One request's target tokens, classes and ranks by position, and its true nodes.
+    """One request's target tokens, classes and ranks by position, and its nodes that match them.
 
     Attributes:
         on_path: ids of nodes known to be on the target's path; pruned nodes are removed later.
@@ -272,7 +272,7 @@ class SyntheticSource(TokenSource):
     """Proposes a synthetic draft's candidates; counts and times its passes as a draft model's.
 
     Args:
-        pair: target sequences and the draft's ranks of their tokens, or a pair that has both.
+        pair: target tokens and their ranks in the draft, or a ``ModelPair`` that contains these.
         model: name of the imitated model; a pass takes that model's time in a latency profile.
         prefill_chunk: maximum number of prompt rows per pass.
     """

@@ -166,7 +166,7 @@ class DraftText:
         return self._end_of(end.anchor, self._translation.extended(end.tail, token))
 
     def _end_of(self, anchor: int, tail: Tail) -> TextEnd:
-        """Adds a tail below ``anchor``; returns the end, with the anchor after the final tokens."""
+        """Adds ``tail``'s tokens below ``anchor``; the returned anchor is the last final token."""
         final = self._translation.num_final(tail.tokens)
         leaf = anchor
         for number, token in enumerate(tail.tokens):

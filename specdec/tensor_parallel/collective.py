@@ -30,7 +30,7 @@ class Collective:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disables communication in a ``with`` block: results have right shapes, wrong values."""
+        """Disables communication in a ``with`` block: sums and gathers have right shapes only."""
         self._paused = True
         try:
             yield

@@ -71,10 +71,10 @@ class HeadSplit:
     heads. ``group_size`` is the number of query heads per key/value head.
 
     Each group (a key/value head and its query heads) is split into parts with copies of the same
-    key/value head, as many as give a rank the fewest heads. Ranks get equally many parts, in order;
-    the last ranks are padded with groups of zeros (SwiftSpec section 4), whose output projection
-    adds nothing. For 64 heads in 8 groups on 6 ranks, a rank has 11 heads in SwiftSpec, which
-    pads query heads alone, and here 12 heads with 3 key/value heads.
+    key/value head, into the number that leaves a rank the fewest heads. Ranks get equally many
+    parts, in order; groups of zeros pad the last ranks (SwiftSpec section 4), and their output
+    projection adds nothing. For 64 heads in 8 groups on 6 ranks, a rank has 11 heads in
+    SwiftSpec, which pads query heads alone, and here 12 heads with 3 key/value heads.
     """
 
     query: tuple[Piece, ...]

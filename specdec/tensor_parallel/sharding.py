@@ -1,10 +1,10 @@
 """Shards a model: replaces the linear layers of transformers' modules by one rank's shares.
 
 All other code is transformers', on smaller matrices; attention derives its number of heads from the
-projections' outputs. Embeddings are replicated. A sharding plan says how each layer is cut: that of
-transformers, or our own for families without one. Styles have transformers' names: ``colwise``
+projections' outputs. Embeddings are replicated. A sharding plan says how each layer is cut: it is
+transformers', or our own for model types without one. Styles have transformers' names: ``colwise``
 (shards the outputs), ``rowwise`` (shards the inputs and sums), ``colwise_gather_output`` and
-``rowwise_split_input`` (the same, but every rank has all activations between the layers),
+``rowwise_split_input`` (the same, but every rank gets all outputs, or is given all inputs),
 ``replicated...`` (not sharded).
 """
 

@@ -132,7 +132,7 @@ def open_request(state: DecodeState, source: TokenSource, request: RequestState)
 def expand(
     state: DecodeState, source: TokenSource, slots: Mapping[int, Sequence[int]], k: int
 ) -> Candidates:
-    """Expands the nodes at ``slots`` (by request) and stores the result, as policies do."""
+    """Expands nodes (``slots``: request id -> indices in its tree) and stores their candidates."""
     nodes = Nodes(tuple((i, state.requests[i].tree.ids[list(own)]) for i, own in slots.items()))
     candidates, num = source.expand(state, nodes, k), len(nodes)
     sizes = {len(candidates.tokens), len(candidates.counts)}
@@ -148,7 +148,7 @@ def commit(
     path: Sequence[int],
     token: int,
 ) -> Commit:
-    """Accepts the nodes at slots ``path`` (no root) and then ``token``, in state and sources."""
+    """Accepts nodes at tree indices ``path`` (no root), then ``token``, in state and sources."""
     tree = state.requests[request_id].tree
     retired = tree.ids[[0, *path]]
     tokens = np.array([*tree.tokens[list(path)].tolist(), token])
@@ -189,7 +189,7 @@ def _grow(tree: TokenTree, rng: np.random.Generator, vocab_size: int) -> None:
 def expansions(
     state: DecodeState, source: TokenSource, rng: np.random.Generator, vocab_size: int
 ) -> Iterator[tuple[dict[int, list[int]], int, Candidates]]:
-    """Yields random expansions (slots by request, k, candidates), with commits between rounds."""
+    """Yields random expansions (request -> tree indices, k, candidates); commits between rounds."""
     for _ in range(5):
         for _ in range(int(rng.integers(1, 4))):
             slots = {}
@@ -216,7 +216,7 @@ def _table_pair() -> TablePair:
 
 @cache
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
-    """Returns all (token, log-probability) after a context, best first: the target with noise."""
+    """Returns (token, log-probability) for all tokens, best first, from noisy target logits."""
     noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
     logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() / 2 + noise
     logprobs = logits - np.log(np.exp(logits).sum())
@@ -230,7 +230,7 @@ def _contexts(request: RequestState, ids: IntArray) -> list[Context]:
 
 
 def tree_contexts(request: RequestState) -> dict[Context, bool]:
-    """Maps each node of a request's tree, named by its tokens, to whether it is expanded."""
+    """Maps each node of a request's tree, as the tokens up to it, to whether it is expanded."""
     contexts = _contexts(request, request.tree.ids)
     return dict(zip(contexts, request.tree.expanded.tolist(), strict=True))
 
@@ -240,7 +240,7 @@ class TableSource(TokenSource):
 
     It proposes nothing for ``silent`` contexts. For each call of ``expand``, ``calls`` has
     {request: contexts of its nodes} and ``widths`` has ``k``. AssertionError: a call without nodes,
-    a request named twice, or a node that had an answer before.
+    a request named twice, or a node that got candidates before.
     """
 
     def __init__(
@@ -364,13 +364,13 @@ def check_policy(
       last position, none of a request whose prompt is not yet computed or that has finished, and
       none of one that awaits answers if the policy is ``serial``. Children of a node differ, and no
       node is expanded twice.
-    - The output is the target's own, on every latency, alone and in a batch, also with a source
+    - The output is plain decoding's, at every latency, alone and in a batch, also with a source
       that proposes nothing after a third of the contexts.
-    - The same requests get the same trees again, alone or in a batch.
+    - The same requests get the same trees in a second run, alone or in a batch.
 
     Args:
         make: makes a new policy; called often.
-        make_source: makes the source; if its argument is true, one that lacks some contexts.
+        make_source: makes the source; with True, one that proposes nothing after some contexts.
         latencies: of the target, in steps.
     """
 
@@ -429,7 +429,7 @@ def _check_answers(executor: Executor, state: DecodeState) -> None:
 def check_executor(executor: type[Executor], **keys: Any) -> int:
     """Checks an executor on a small random pair in float64.
 
-    - With a fixed latency, every live node is answered exactly once, that many steps later;
+    - With a fixed latency, every node not pruned is answered exactly once, that many steps later;
       otherwise only submitted nodes are answered that were neither answered nor pruned before.
     - Tokens equal those of plain decoding with transformers' own forward, greedy and sampled, for
       single roots, chains and (with a latency) trees submitted at every step, with two requests

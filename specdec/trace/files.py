@@ -33,8 +33,8 @@ def write_trace(
 ) -> None:
     """Writes the trace files into the run folder.
 
-    ``latency`` is the executor's, in steps; ``places`` maps ranks to stages from 1 (default: rank i
-    is stage i); without ``text`` (token id -> text) no texts are written.
+    ``latency`` is the executor's, in steps; ``places`` maps each stage's rank to its number from 1
+    (default: equal numbers); without ``text`` (token id -> text) no texts are written.
     """
     if places is None:
         places = {rank: rank for rank in range(1, (latency or 1) + 1)} if latency != 1 else {}
@@ -131,7 +131,7 @@ def tree_page(trees: Mapping[str, Any], *, title: str) -> str:
 
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
-    """Maps each step to "hit", or to "miss" if any request missed."""
+    """Maps each step with a commit to "hit", or to "miss" if any request missed."""
     steps = (step for request in trees["requests"] for step in request["steps"])
     # A miss comes after the hits of its step, and replaces them.
     return dict(sorted((s["step"], s["commit"]["kind"]) for s in steps if s["commit"]))

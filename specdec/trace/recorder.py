@@ -218,14 +218,14 @@ class RunTrace:
         self.began_s, self.timeline.step = self.clock.now(), 0
 
     def begin_run(self, reports: Sequence[ClockReport]) -> None:
-        """Marks the start of a run of the loop; earlier spans, as in ``reports``, are dropped."""
+        """Marks the start of a run of the loop; spans in ``reports`` are older and discarded."""
         self._run_step = self.timeline.step
         self._dropped |= {report.rank: report.dropped for report in reports}
 
     def end_run(self, reports: Sequence[ClockReport]) -> None:
         """Adds the spans of ranks with wall clocks, aligned by the time of day at which each clock
-        started; the controller's report must come first. Steps of workers, which count from the
-        start of each run, are shifted.
+        started; the report of the controller (rank 0) must come first. Steps of other ranks, which
+        count from the start of each run, are shifted.
         """
         for report in reports:
             shift = report.origin_s - reports[0].origin_s

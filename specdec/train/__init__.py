@@ -1,1 +1,1 @@
-"""Trains drafters of a target that stays as it is: ``specdec train``, see docs/training.md."""
+"""Trains drafters for an unchanged target model (``specdec train``, docs/training.md)."""

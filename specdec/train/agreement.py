@@ -1,4 +1,4 @@
-"""Measures which tokens of the target's own answers a drafter predicts, as decoding accepts them.
+"""Measures how a drafter's greedy draft tokens match the target's own answers.
 
 Shape letters: T tokens of a text, K draft tokens.
 """
@@ -23,10 +23,10 @@ class Agreement:
     """How well chains of K greedy draft tokens match answers, counted over texts.
 
     Attributes:
-        tokens: answer tokens; ``looping`` of them end an 8-gram that the answer has had before.
+        tokens: answer tokens, of which ``looping`` end an 8-gram that the answer has had before.
         passes: target passes that the answers need if each pass verifies such a chain.
-        tried, right: int[2, K], chains that are right before each position, and those of them that
-            are right there too; row 0 if the chain's first token is outside loops, row 1 inside.
+        tried, right: int[2, K], number of chains whose tokens before the k-th are all right, and of
+            those whose k-th is right too; row 0: the first token is outside loops, row 1: inside.
     """
 
     tokens: int
@@ -60,7 +60,7 @@ class Agreement:
 def measure(
     target: FrozenModel, drafter: Drafter, texts: Sequence[AnsweredText]
 ) -> dict[str, Agreement]:
-    """Returns by drafter how its greedy drafts after every answer token match the answers."""
+    """Returns drafter name -> how its greedy drafts at every position of the answers match them."""
     found: dict[str, Agreement] = {}
     for text in texts:
         tokens = torch.from_numpy(text.tokens.astype(np.int64)).to(target.device)

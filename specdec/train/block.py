@@ -1,6 +1,6 @@
-"""Block drafters (DFlash, DSpark), trained on blocks at random anchors of the answers.
+"""Trains block drafters (DFlash, DSpark) on blocks at random positions (anchors) of the answers.
 
-Shape letters: B windows, S positions, N anchors, M drafts of a block, E hidden size.
+Shape letters: B windows, S positions, N anchors, M draft tokens of a block, E hidden size.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class BlockSpec:
 
     Attributes:
         block: rows of a block; DFlash drafts one token less.
-        anchors: blocks per window and step.
-        decay: draft k of the loss has the weight decay ** k.
-        mask_token: input token of the rows to predict; None: the vocabulary's last token.
-        layers: numbers of target layers before each stream that is read; None: five spread ones.
-        feed_forward: inner width of the MLP; None: the target's.
+        anchors: largest number of blocks that a training step takes from each text window.
+        decay: the loss at a block's draft token k (from 0) has the weight decay ** k.
+        mask_token: input token of the rows that predict; None: the vocabulary's last token.
+        layers: the target's states after so many layers are read; None: after five spread ones.
+        feed_forward: inner width of the drafter's MLP; None: that of the target's MLP.
     """
 
     kind: Kind = "dflash"
@@ -85,12 +85,12 @@ class BlockDrafter(Drafter):
         self.layers = frozenset(layer + 1 for layer in head.config.layers)
 
     def features(self, target: FrozenModel, streams: dict[int, Tensor]) -> Tensor:
-        """Returns [B, S, F], the target states to read; the last layer's output is normed first."""
+        """Returns [B, S, F], the target's states that the drafter reads (some of them normed)."""
         states = [(name, streams[name.layer + 1]) for name in self.head.config.names]
         return torch.cat([target.norm(x).float() if n.normed else x for n, x in states], -1)
 
     def rows(self, features: Tensor, tokens_BS: Tensor, anchors_N: Tensor) -> Tensor:
-        """Returns [B, N, M, E], the outputs from which each anchor's block predicts M tokens."""
+        """Returns [B, N, M, E], the drafter's outputs for the draft tokens of each block."""
         places = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         rows: Tensor = self.head(
             tokens_BS[:, anchors_N], anchors_N, self.head.context(features, places)
@@ -141,7 +141,7 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """As in ``Drafter``; the block of root t drafts tokens t + 1 .. t + M of the text."""
+        """See ``Drafter.right``; the block of root t drafts tokens t + 1 .. t + M of the text."""
         length, drafts = len(tokens_T), self.num_drafts
         features = self.features(target, target.residuals(tokens_T[None], self.layers))
         padded = torch.cat([tokens_T, tokens_T.new_zeros(drafts)])

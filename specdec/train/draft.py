@@ -1,6 +1,6 @@
-"""A small draft model: some of the target's layers between its embedding and output matrix.
+"""Trains a small draft model: some of the target's layers, its embedding and output matrix.
 
-Shape letters: see ``drafter``.
+Shape letters: see ``train.drafter``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DraftSpec:
 
 
 def some_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
-    """Returns a float32 copy of a model with these layers only."""
+    """Returns a float32 copy of a model that has only its ``layers`` (numbers from 0)."""
     config, name = copy.deepcopy(model.config), layers_name(model)
     text = config.get_text_config()
     text.num_hidden_layers = len(layers)

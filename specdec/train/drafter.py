@@ -26,39 +26,39 @@ from specdec.train.texts import Batch
 
 
 class Drafter(nn.Module, ABC):
-    """Base class of drafters to train; methods get the target, which is no submodule."""
+    """Base class of drafters to train; the target is an argument of methods, not a submodule."""
 
-    name = ""  # of its record, ``training-NAME.json`` or ``training.json`` if empty
-    layers: frozenset[int] = frozenset()  # after which it reads the target's residual stream
-    num_drafts = 1  # K of ``right``
+    name = ""  # its record is ``training-NAME.json``, or ``training.json`` if empty
+    layers: frozenset[int] = frozenset()  # it reads the target's states after so many layers
+    num_drafts = 1  # K, draft tokens per root in ``right``
 
     @abstractmethod
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Returns the loss over the batch's tokens that count (``Batch.counts_BS``)."""
+        """Returns the loss over the batch's answer tokens (those with ``Batch.counts_BS``)."""
 
     @abstractmethod
     def right(self, target: FrozenModel, tokens_T: Tensor) -> Mapping[str, Tensor]:
-        """Returns bool[K, T]: whether draft token k + 1 after the root t is token t + 1 + k.
+        """Returns name -> bool[K, T]: whether draft token k + 1 after root t is token t + 1 + k.
 
-        This token is drafted as if the drafts before it were right, after the target has computed
-        the tokens before the root. Entries whose token is beyond the text are arbitrary. There is
-        one result for each drafter that can be used alone, by its name.
+        This token is drafted as if the draft tokens before it were right, after the target has
+        computed the tokens before the root. Entries whose token is beyond the text are arbitrary.
+        Heads that can be used without each other have a name and a result each.
         """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the files that the library's loaders read."""
+        """Writes the drafter's files, which the library's loaders read."""
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """Options of the output matrix: the section ``output`` of a training configuration."""
+    """Options of a drafter's output matrix: the section ``output`` of a training configuration."""
 
-    # "shared": the target's output matrix, or its rows of ``vocabulary``, neither stored nor
+    # "shared": the target's output matrix, or its rows for ``vocabulary``, neither stored nor
     # trained; "own": every head trains a copy.
     matrix: Literal["shared", "own"] = "shared"
-    # Number of tokens that can be drafted, the most frequent ones in the training answers.
+    # Number of tokens that can be drafted, the most frequent in the training answers; None: all.
     vocabulary: Count | None = None
 
 
@@ -79,13 +79,13 @@ class OutputMatrix(nn.Module):
         self.weight = nn.Parameter(rows, requires_grad=self.own)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps [N, E] to logits [N, U]."""
+        """Maps hidden states [N, E] to logits [N, U]."""
         weight = self.weight
         logits: Tensor = self.module[0](hidden) if weight is None else F.linear(hidden, weight)
         return logits
 
     def token(self, hidden: Tensor) -> Tensor:
-        """Returns the likeliest tokens, int64[N]."""
+        """Returns the likeliest token of each row, int64[N], as ids of the whole vocabulary."""
         likeliest = self(hidden).argmax(-1)
         return likeliest if self.ids is None else self.ids[likeliest]
 
@@ -95,7 +95,7 @@ def draft_ids(
 ) -> Tensor | None:
     """Returns the draft vocabulary's tokens, int64[U], in rising order; None for all tokens.
 
-    ``counts`` has how often each token occurs.
+    ``counts`` has how often each token occurs in the training answers.
     """
     size = options.vocabulary
     if size is None or size == vocab_size:
@@ -107,20 +107,20 @@ def draft_ids(
 
 
 def chosen_rows(batch: Batch, ahead: int, options: LossOptions) -> Sequence[Tensor]:
-    """Returns (b, t), int64[N] each, whose token at t + ``ahead`` counts; one in ``every``."""
+    """Returns windows b and positions t, int64[N]: every n-th whose token t + ``ahead`` counts."""
     window, place = batch.counts_BS[:, ahead:].nonzero(as_tuple=True)
     first = batch.step % options.every
     return window[first :: options.every], place[first :: options.every]
 
 
 def goal_of(target: FrozenModel, last_NE: Tensor, ids: Tensor | None, options: LossOptions) -> Goal:
-    """Returns the target's distributions as a goal, from its residual streams before the norm."""
+    """Returns the target's distributions, to be learnt, from its last layer's outputs [N, E]."""
     with torch.no_grad():
         return Goal(target.logits(last_NE[:, None])[:, 0], ids, options)
 
 
 def bfloat16_state(module: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Returns the parameters in bfloat16, contiguous on the CPU; ``names`` renames them."""
+    """Returns a module's parameters in bfloat16 on the CPU; ``names``: parameter -> stored name."""
     return {
         (names or {}).get(name, name): weight.detach().to("cpu", torch.bfloat16).contiguous()
         for name, weight in module.named_parameters()
@@ -128,7 +128,7 @@ def bfloat16_state(module: nn.Module, names: Mapping[str, str] | None = None) ->
 
 
 def as_stored(drafter: nn.Module) -> None:
-    """Rounds weights to bfloat16, as in the files, so that the stored drafter is measured."""
+    """Rounds a drafter's weights to bfloat16, so that those measured equal those in its files."""
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.copy_(weight.bfloat16())

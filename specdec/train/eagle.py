@@ -1,6 +1,6 @@
 """EAGLE-3 heads, trained by the training-time test (see ``models.eagle_unroll``).
 
-Shape letters: B windows, S positions, A chosen rows, E hidden size, F size of a feature, U draft
+Shape letters: B windows, S positions, A rows in the loss, E hidden size, F feature size, U draft
 vocabulary.
 """
 
@@ -36,8 +36,8 @@ class EagleSpec:
     Attributes:
         steps: number of steps of the training-time test.
         decay: step i of the loss has the weight decay ** i (0.8 in the paper's code).
-        layers: numbers of target layers after which the head reads; None: 2, L // 2, L - 3 of L.
-        feed_forward: inner width of the head's MLP; None: the target's.
+        layers: the target's states after so many layers are read; None: 2, L // 2, L - 3 of L.
+        feed_forward: inner width of the head's MLP; None: that of the target's MLP.
     """
 
     steps: Count = 7
@@ -51,7 +51,7 @@ class EagleSpec:
 
 
 def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: int) -> EagleConfig:
-    """Returns the head's configuration; ``size`` is that of the draft vocabulary."""
+    """Returns a new head's configuration; ``size``: number of tokens of the draft vocabulary."""
     width = target.get_input_embeddings().weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -79,8 +79,8 @@ def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: in
 
 
 def new_head(target: FrozenModel, config: EagleConfig, ids: Tensor | None, seed: int) -> EagleHead:
-    """Creates a head with the target's norm and output matrix, or its rows ``ids``. The other
-    matrices are random: normal, of deviation ``_STD``.
+    """Creates a head with the target's final norm and output matrix (if ``ids``, only these rows of
+    it). The other matrices are drawn from a normal distribution with deviation ``_STD``.
     """
     embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings()
     head = EagleHead(config, embedding=embedding.float(), output=output)
@@ -173,7 +173,7 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """As in ``Drafter``; row t - 1 of step k drafts token k + 1 after the root t."""
+        """See ``Drafter.right``; row t - 1 of step k drafts token k + 1 after the root t."""
         length, steps = len(tokens_T), self.spec.steps
         padded = F.pad(tokens_T[None], (0, steps))
         features = self.features(target.residuals(padded, self.layers))

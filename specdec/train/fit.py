@@ -29,7 +29,7 @@ from specdec.train.texts import Batch, Windows
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
 """Suffixes of names of matrices with a row per token, which Muon does not train."""
 
-_LOG_ROWS = 200  # of the curve of a whole run
+_LOG_ROWS = 200  # rows of the loss curve of a whole run
 
 
 @validated
@@ -42,8 +42,8 @@ class TrainPlan:
     length: Count  # tokens per window
     epochs: Positive = 1.0  # passes over the training answers, if ``max_steps`` is None
     max_steps: Count | None = None
-    warmup_steps: Index = 40  # of linear increase of the rate
-    decay_from: Share = 0.5  # share of the run after which the rate decreases to zero
+    warmup_steps: Index = 40  # in which the learning rate rises linearly
+    decay_from: Share = 0.5  # share of the run after which the learning rate falls to zero
     weight_decay: NotNegative = 0.0
     clip: Positive = 1.0  # largest norm of the gradient
     # "muon": Muon for the matrices, AdamW for tables and norms.
@@ -69,8 +69,8 @@ _NOT_OF_WEIGHTS = ("checkpoint_minutes", "stop_minutes")
 @dataclass(slots=True)
 class FitState:
     step: int = 0
-    tokens: int = 0  # of windows, padding excluded
-    seconds: float = 0.0  # of all sessions
+    tokens: int = 0  # trained on so far, padding excluded
+    seconds: float = 0.0  # of training, in all commands that continued the run
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ class Fit:
         settings: Mapping[str, Any],
         report: Report,
     ) -> None:
-        """UserError: the checkpoint was made under other ``settings``, which are plain values."""
+        """Raises UserError if the checkpoint was made under other ``settings`` (JSON values)."""
         if not len(windows):
             raise UserError("the answers have no token to train on: give other answers")
         self.drafter, self.target, self.windows = drafter, target, windows
@@ -121,7 +121,7 @@ class Fit:
         write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
 
     def estimate(self) -> str:
-        """Times one step, which is undone; returns a text on time and memory of the rest."""
+        """Times one training step and undoes it; returns a text on the rest's time and memory."""
         before = [weight.detach().clone() for weight in self._weights]
         states = copy.deepcopy([optimizer.state_dict() for optimizer in self._optimizers])
         began = time.monotonic()
@@ -227,10 +227,10 @@ def _duration(seconds: float) -> str:
 
 
 def keep_settings(path: Path, settings: Mapping[str, Any], product: Path) -> None:
-    """Writes settings to a JSON file, or compares them with it if ``product`` exists already.
+    """Writes settings to the JSON file ``path``, or compares them with it if ``product`` exists.
 
     Raises:
-        UserError: the product was made under other or unknown settings.
+        UserError: the file ``product`` was made under other or unknown settings.
     """
     current = plain(dict(settings))
     if not product.exists():

@@ -1,6 +1,6 @@
 """Exit heads and Medusa heads, which read one residual stream of the target (PPSD D.1, Medusa 2.1).
 
-Shape letters: see ``drafter``.
+Shape letters: see ``train.drafter``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Head(nn.Module):
     def __init__(self, target: FrozenModel, kind: str, layer: int, offset: int) -> None:
         super().__init__()
         self.kind, self.number, self.offset = kind, layer, offset
-        self.place = min(layer, target.num_layers - 1)  # of the layer that the head's runs as
+        self.place = min(layer, target.num_layers - 1)  # layer index that ``layer`` runs as
         self.norm = copy.deepcopy(target.norm).float()
         if kind == "transformer":
             self.layer = copy.deepcopy(target.layers[self.place]).float()
@@ -85,19 +85,19 @@ class _Head(nn.Module):
         return f"{self.kind}-{self.number}" + (f"-{self.offset}" if self.offset else "")
 
     def inner(self, target: FrozenModel, x_BSE: Tensor) -> Tensor:
-        """Applies the part of the head that sees other positions, if any; returns [B, S, E]."""
+        """Applies the head's decoder layer if it has one (kind transformer); returns [B, S, E]."""
         if self.kind == "transformer":
             return target.run_layer(self.layer, x_BSE, self.place)
         return x_BSE
 
     def forward(self, x_NE: Tensor) -> Tensor:
-        """Maps results of ``inner`` to inputs of the output matrix."""
+        """Maps rows of ``inner``'s result to inputs of the output matrix, [N, E] each."""
         h_NE: Tensor = self.norm(x_NE)
         return h_NE + F.silu(self.block(h_NE)) if self.kind == "medusa" else h_NE
 
 
 class StreamHeads(Drafter):
-    """Heads that are trained together on one pass of the target."""
+    """Exit or Medusa heads that are trained together, on the same passes of the target."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class StreamHeads(Drafter):
         options: OutputOptions,
         ids: Tensor | None,
     ) -> None:
-        """``specs`` are (kind, layers before the head, positions beyond the next token)."""
+        """``specs``: (kind, target layers before the head, offset; 0 predicts the next token)."""
         super().__init__()
         if not specs:
             raise UserError("layers=[]: name the target layers before at least one head")
@@ -140,7 +140,7 @@ class StreamHeads(Drafter):
 
     @torch.no_grad()
     def predicted(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """Returns, by each head's file name, int64[T]: the token predicted at each position."""
+        """Returns head's file name -> int64[T]: the token that it predicts from each position."""
         streams = target.residuals(tokens_T[None], self.layers)
         with target.autocast():
             return {
@@ -192,7 +192,7 @@ class MedusaDrafter(StreamHeads):
         self.num_drafts = spec.heads
 
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """As in ``Drafter``; head k predicts token t + k from the position before the root t."""
+        """See ``Drafter.right``; head k >= 1 predicts token t + k from the token before root t."""
         rows = list(self.predicted(target, tokens_T).values())
         right_KT = torch.zeros_like(torch.stack(rows), dtype=torch.bool)
         for k, predicted_T in enumerate(rows, start=1):
@@ -201,7 +201,7 @@ class MedusaDrafter(StreamHeads):
 
 
 def drafted_one_by_one(predicted_T: Tensor, tokens_T: Tensor, num_drafts: int) -> Tensor:
-    """Returns bool[K, T] (``Drafter.right``) for drafts predicted from the position before."""
+    """Returns bool[K, T], see ``Drafter.right``, if each token is predicted from the one before."""
     next_T = torch.zeros_like(tokens_T, dtype=torch.bool)
     next_T[:-1] = predicted_T[:-1] == tokens_T[1:]
     right = torch.zeros(num_drafts, len(tokens_T), dtype=torch.bool, device=tokens_T.device)

@@ -1,4 +1,4 @@
-"""What drafters learn: the target's own distribution at each position.
+"""The losses by which drafters learn the target's own distribution at each position.
 
 Shape letters: N positions, V vocabulary, U draft vocabulary (equal to V without one).
 """

@@ -54,7 +54,7 @@ SPECS: Mapping[str, type] = {
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Configuration keys that all kinds of drafters have, apart from sections and groups."""
+    """Configuration keys that all kinds of drafters have, besides ``SECTIONS`` and ``GROUPS``."""
 
     output_dir: Text
     work_dir: Text | None = None
@@ -76,7 +76,7 @@ GROUPS = ("model", "data", "sampling")
 
 
 def check(kind: str, config: Mapping[str, Any]) -> None:
-    """Checks all keys but those of ``GROUPS``; UserError for an unusable value."""
+    """Checks a training configuration except its ``GROUPS``; UserError for an unusable value."""
     if config.get("output_dir") is None:
         raise UserError("output_dir has no value: add output_dir=DIR, for what is trained")
     sections = {name: config.get(name) for name in SECTIONS if name in config}
@@ -93,7 +93,7 @@ def check(kind: str, config: Mapping[str, Any]) -> None:
 
 
 def _plan_values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the section ``plan``; the paper's values for an exit head replace null."""
+    """Returns the section ``plan``; for exit heads, values of the PPSD paper replace null."""
     values = dict(config["plan"])
     head = config.get("head", "transformer")
     if kind == "exit" and head in STATED:
@@ -113,8 +113,8 @@ def train(
 ) -> dict[str, Agreement] | None:
     """Trains a drafter for a loaded target, which is not changed.
 
-    ``config`` has the keys of conf/train/KIND.yaml. Returns by drafter how drafts match held-out
-    answers, or None where the run ended before that (``plan.stop_minutes``, ``estimate_only``).
+    ``config`` has the keys of conf/train/KIND.yaml. Returns drafter name -> how its drafts match
+    held-out answers; None if the run ended before that (``plan.stop_minutes``, ``estimate_only``).
     """
     check(kind, config)
     plan, options = TrainPlan(**_plan_values(kind, config)), config.get("output") or {}
@@ -255,7 +255,7 @@ def _fingerprint(model: PreTrainedModel) -> str:
 
 
 def sharded(folder: Path, dtype: str) -> PreTrainedModel:
-    """Loads a target with its layers spread over all devices; this was not tested on a GPU."""
+    """Loads a target whose layers accelerate spreads over all devices; not tested on a GPU."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map="auto", local_files_only=True
     )

@@ -104,9 +104,9 @@ def write_answers(
     seed: int,
     report: Report,
 ) -> None:
-    """Appends the target's answers to file ``path``; skips prompts (id -> tokens) that it has.
+    """Appends the target's answers to ``prompts`` (id -> tokens) to a file; skips ids that it has.
 
-    All rows of a batch are sampled by one seed, so an answer depends on the prompts beside it.
+    All rows of a batch are sampled by one seed, so an answer depends on the batch's other prompts.
     """
     done = {entry["id"] for _, entry in read_records(path)} if path.exists() else set()
     order = sorted(prompts, key=lambda number: len(prompts[number]))
@@ -148,7 +148,7 @@ def write_answers(
 def _generated(
     target: PreTrainedModel, prompts: Sequence[npt.NDArray[np.int64]], rules: GenerationConfig
 ) -> npt.NDArray[np.int64]:
-    """Continues prompts, which are padded on the left to one length; returns int64[B, L]."""
+    """Continues prompts, padded on the left to one length; returns L new tokens, int64[B, L]."""
     width = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -169,7 +169,7 @@ class Batch(NamedTuple):
 
 
 class Windows:
-    """Texts cut into windows of at most ``length`` tokens, in seeded batches of similar lengths."""
+    """Texts cut into windows of at most ``length`` tokens, in random batches of similar lengths."""
 
     def __init__(self, texts: Sequence[AnsweredText], length: int, batch: int, seed: int) -> None:
         """Drops windows without an answer token; ``num_tokens`` counts the tokens of the others."""

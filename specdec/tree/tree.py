@@ -1,4 +1,4 @@
-"""The token tree of one request: nodes in topological order, with their untaken candidates.
+"""The token tree of one request: nodes in topological order, and candidates for further nodes.
 
 A node has a stable *id* (increasing, never reused) and a *slot* (its current array index, which
 changes when the tree is rerooted). Interfaces exchange ids; slots are valid within one call. Slot
@@ -173,8 +173,8 @@ class TokenTree:
             self.draft_probs.update(zip(ids, candidates.probs[rows], strict=True))
 
     def drop_known_children(self, slots: IntArray) -> None:
-        """Removes candidates of the nodes ``slots`` whose token a child has already: a node may
-        have children before it is expanded.
+        """Removes, of each node in ``slots``, the candidates whose token one of its children has: a
+        node may have children before it is expanded.
         """
         if slots[0] == self._size - 1 and len(slots) == 1:
             return  # the last node
@@ -197,7 +197,7 @@ class TokenTree:
         return self.append(slots, taken[:, _TOKEN], logprobs, taken[:, _ORIGIN])
 
     def set_answers(self, answers: Answers) -> None:
-        """Stores the target's answers with their nodes; answers of pruned nodes are dropped."""
+        """Stores the target's answers at their nodes; ignores those to pruned nodes."""
         slots = self.slots(answers.node_ids)
         # Answers of pruned nodes go to the spare slot.
         self._ints[_ANSWERS, slots] = answers.tokens

@@ -1,4 +1,4 @@
-"""Applies acceptance rules along a tree's paths. Shape letters: V vocabulary, C children."""
+"""Applies a verifier's rule from a tree's root down. Shape letters: V vocabulary, C children."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Passes in which no row's result depends on the other rows: ``model.exact=true``.
 
-Libraries choose kernels by the number of rows, and kernels add in different orders. Which numbers
-of rows give a row the same bits depends on operator, shape, type, device and threads, so it is
+Libraries choose kernels by the number of rows, and kernels add in different orders. With which
+row counts a row's bits stay equal depends on operator, shape, type, device and threads, so this is
 tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
-number of rows is *proved* if passes of that many, at several offsets and in several layouts, give
+number of rows is *proved* if passes of that many, at several offsets and in several orders, give
 equal bits. A test is no proof for all inputs, but kernels do not choose their order of additions by
 values. A pass is then cut into passes of at most 64 rows in packing order, each padded with zero
 rows to a proved number. Attention takes each row's keys in the order of their positions
@@ -62,10 +62,10 @@ _FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies depend on t
 
 
 class Exact(Backend):
-    """Runs exact passes; ``counts``, ascending, are numbers of rows that keep each row's bits."""
+    """Runs exact passes; ``counts``, ascending, are the proved row counts, the sizes of passes."""
 
     def __init__(self, eager: Eager) -> None:
-        """Finds ``counts`` by tests of operators and passes; call ``use_exact_modules`` before."""
+        """Tests operators and passes to find ``counts``; call ``use_exact_modules`` before."""
         self.layers = layers = eager.layers
         self._eager = eager
         self._group = None  # ranks must not wait for each other during proofs
@@ -216,7 +216,7 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A part of a forward pass that must give a row the same bits among any other rows."""
+    """A part of a forward pass that must give a row the same bits beside any other rows."""
 
     name: str  # for messages, such as "linear 192 x 512"
     key: Hashable  # everything that may decide which kernel runs, besides dtype, device and threads
@@ -237,7 +237,7 @@ _PROVED: dict[tuple[Setting, str, Hashable], tuple[int, ...]] = {}
 
 def proved_counts(operators: Iterable[Operator], setting: Setting) -> tuple[int, ...]:
     """Returns, ascending, the row counts at which all operators give the reference pass's bits;
-    UserError if an operator's bits depend on a row's place or layout even at ``MOST_ROWS`` rows.
+    UserError if an operator's bits depend on a row's index or layout even at ``MOST_ROWS`` rows.
     """
     counts = set(ROW_COUNTS)
     for operator in operators:

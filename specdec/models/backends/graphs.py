@@ -6,8 +6,8 @@ masks to one of a few widths; and all inputs are sent to the device in one copy.
 the last row and write to a spare slot that no row sees. ``model.graphs=replay`` does the same
 without graphs, on any device.
 
-Before a timed run, graphs are also captured for fewer rows and shorter contexts than those of the
-shapes that have occurred.
+Before a run that is timed, graphs are also captured for fewer rows and shorter contexts than in
+the passes before it.
 
 Shape letters: L layers, G key/value heads, D head size, C slots of an arena (without its spare), R
 (padded) rows, A rows whose logits are computed, M columns of the mask, E hidden size, V vocabulary.
@@ -210,7 +210,7 @@ class _StaticPlan(PassPlan):
 
 
 class Graphs(Backend):
-    """Runs passes of few rows over static buffers, a graph per shape; ``eager`` runs all others."""
+    """Runs passes of few rows over static buffers, a graph per shape; ``eager`` runs the others."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
         self.layers = eager.layers
@@ -293,7 +293,7 @@ class Graphs(Backend):
                         self._prepare(shape)
 
     def end_timed(self) -> None:
-        """Does nothing: from now on ``_replay`` captures new shapes at once."""
+        """Does nothing: after a timed run ``_replay`` captures new shapes when they occur."""
 
     def _prepare(self, shape: _Shape) -> None:
         """Captures the graph of ``shape`` if there is none; its buffers must have valid inputs."""
@@ -325,7 +325,7 @@ def _launch(eager: Eager, shape: _Shape, inputs: Inputs) -> RunnerOutput:
 
 
 def _cut(output: RunnerOutput, num_rows: int, logits_rows: IntArray) -> RunnerOutput:
-    """Returns copies without padding rows, because the next replay overwrites ``output``."""
+    """Copies ``output`` without its padding rows, because the next replay overwrites it."""
     logits = output.logits
     if logits is not None and len(logits_rows) == num_rows:
         logits = logits[:num_rows].clone()

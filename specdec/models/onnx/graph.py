@@ -58,7 +58,7 @@ def epsilon(norm: Any) -> float:
 
 
 def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
-    """Writes the pass of a model slice as an ONNX graph; its family must be in ``FAMILIES``. Linear
+    """Returns an ONNX graph of a pass of a slice, whose family must be in ``FAMILIES``. Linear
     layers and the output head are quantised to ``bits`` per weight; None leaves float32.
 
     The outputs ``state_0``, ``state_1``, ... are the slice's output, then the captured states.
@@ -193,7 +193,7 @@ class GraphWriter:
         return self.op("Gather", both, self.constant("places", places.tolist()), axis=-1)
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
-        """Adds the RMS norm of ``value + update``; returns the names of the norm and of the sum."""
+        """Writes the RMS norm of ``value + update``; returns names: its output, the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
         name, eps = self.weight(name, weight), epsilon(module)
@@ -206,8 +206,8 @@ class GraphWriter:
         return outputs[0], outputs[3]
 
     def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
-        """Adds a decoder layer whose input is ``stream + update``; returns the names of its own
-        (stream, update), which the fused operator of the next norm adds up.
+        """Writes a decoder layer with input ``stream + update``; returns the names of two values
+        (stream, update), whose sum, made by the next norm's fused operator, is its output.
         """
         normed, stream = self.norm(layer.input_layernorm, stream, update)
         attended = self.attention(index, layer.self_attn, normed)

@@ -1,8 +1,8 @@
 """Passes of EAGLE and Medusa heads in ONNX Runtime, on a CPU (``model.backend=onnx``).
 
-For an EAGLE head, one session call takes the rows of one request from the target's features, or the
-head's own outputs, to logits. Adjacent rows of one cache share a call: recomputed prefix entries,
-new ones, and tree nodes. Medusa heads have no cache: a pass applies norm, block and output matrix
+For an EAGLE head, one session call computes logits of one request's rows from the target's features
+or the head's own outputs. Adjacent rows of one cache share a call: those that recompute or extend
+its prefix, and tree nodes. Medusa heads have no cache: a pass applies norm, block and output matrix
 to the rows of all requests; heads that use the target's output matrix share one session for it, so
 that ONNX Runtime stores one copy of the matrix.
 
@@ -207,7 +207,7 @@ class OnnxMedusa:
 
 
 def _head_graph(target: PreTrainedModel, head: MedusaHead) -> Graph:
-    """Builds the graph of a head, without its output matrix if that is the target's."""
+    """Builds the graph of a Medusa head; a target's output matrix is not part of it."""
     writer = GraphWriter(target.config.get_text_config())
     size = target.config.get_text_config().hidden_size
     value, _ = writer.norm(head.norm, writer.declare_floats("hidden", ["R", size]), None)

@@ -31,8 +31,8 @@ _ONE_ROW: IntArray = np.zeros(1, np.int64)
 class Onnx(Backend):
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
         """Builds the session; UserError if results for a few tokens differ from those of ``eager``.
-        If ``bits`` is given, the weights of ``eager`` are rounded (``specdec.models.packing``), and
-        the session that is compared does not round activations, unlike the final one.
+        If ``bits`` is given, the weights of ``eager`` must be rounded already (``round_weights``),
+        and another session is compared, which does not round activations as the final one does.
         """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
@@ -100,7 +100,7 @@ class Onnx(Backend):
 
 
 def _pieces(rows: Rows) -> list[Rows]:
-    """Splits rows for an empty cache after the prefix, or after the first node, if nodes branch.
+    """Splits rows for an empty cache, if nodes branch, after the prefix or else the first node.
 
     ONNX Runtime's attention gives the rows of an empty cache the positions 0, 1, 2, ... and ignores
     the positions of the pass, which is wrong for siblings.

@@ -19,7 +19,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 class CacheSession:
     def __init__(self, graph: Graph, windows: Iterable[int | None]) -> None:
-        """Creates a session; ``windows``: sliding windows of its layers (None: full attention)."""
+        """Creates a session; ``windows``: the layers' sliding windows in tokens (None: full)."""
         self._session = new_session(graph)
         self._windows = [(mask_name(window), window) for window in dict.fromkeys(windows)]
         # id of a live cache -> its memory, and the binding that has it
@@ -28,9 +28,9 @@ class CacheSession:
     def run(
         self, rows: Rows, inputs: Mapping[str, Array], outputs: Mapping[str, tuple[int, ...]]
     ) -> list[Tensor]:
-        """Runs a pass over one request's rows; ``inputs`` are all inputs but positions and masks.
+        """Runs a pass over one request's rows; adds positions, masks and the cache to ``inputs``.
 
-        ``outputs`` maps output names to shapes [1, ..]; returns float32[..] of each, in this order.
+        ``outputs`` maps names of outputs to shapes [1, ..]; returns each as float32[..], in order.
         """
         shape = (len(rows), rows.end)
         keys_values, done = rows.cache.buffers(rows)

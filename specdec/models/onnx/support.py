@@ -1,4 +1,4 @@
-"""Checks which models ONNX Runtime can run here: ``model.backend=onnx``."""
+"""Checks whether ``model.backend=onnx``, passes in ONNX Runtime, can run a model."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _seconds(part: dict[str, Any]) -> float:
 
 
 def _with_hidden(shown: list[Any], tokens: list[int], end_s: float) -> list[tuple[int, float]]:
-    """Adds tokens that end within a character, which the stream omits, at the next one's time."""
+    """Adds tokens that the stream omits (they end within a character), at the next one's time."""
     rest, pairs = list(shown), []
     for token in tokens:
         pairs.append((token, rest[0][1] if rest else end_s))

@@ -15,7 +15,7 @@ STATE: dict[str, Any] = {}
 
 
 def convert(model: str, folder: str, site: str) -> dict[str, Any]:
-    """Converts a model folder; ``site`` is where torch and transformers are found."""
+    """Converts a model folder to ONNX; ``site``: site-packages with torch and transformers."""
     sys.path.append(site)  # the environment's own packages come first
     words = ["-i", model, "-o", folder, "-p", "fp32", "-e", "cpu", "-c", f"{folder}/cache"]
     sys.argv = ["builder", *words]
@@ -26,7 +26,7 @@ def convert(model: str, folder: str, site: str) -> dict[str, Any]:
 def open_(
     target: str, draft: str | None, method: str, threads: int, eos: list[int], options: Any
 ) -> dict[str, Any]:
-    """Loads target and draft from a temporary folder of links, with one configuration for both."""
+    """Loads target and draft from a temporary folder of links, with one genai_config.json."""
     with tempfile.TemporaryDirectory() as folder:
         config = _config(target, folder, "target", threads)
         # A model without an end token still needs a number there: one outside the vocabulary.
