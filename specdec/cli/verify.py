@@ -86,7 +86,9 @@ def main(arguments: Arguments) -> int:
         try:
             verdicts.append(_verify(job, folder, depth, fail_fast, keep=several))
         except UserError as refusal:
-            refused.append(f"strategy={job.name} was not checked: " * several + str(refusal))
+            if not several:
+                raise
+            refused.append(f"strategy={job.name} was not checked: {refusal}")
     if several:
         for verdict in verdicts:
             print(f"{verdict['verdict']} ({verdict['seconds']:.0f} s)")

@@ -147,8 +147,8 @@ class Clock(ABC):
     drafted: DraftTime | None = None
     """Time of draft work, for the metric ``draft_hidden_share``; None if it is not recorded."""
     _acting: int | None = None
-    """Rank to which charges of the controller inside ``on`` go. A clock with times of its own must
-    read it in ``charge`` or override ``on``; measured clocks ignore it."""
+    """Rank that is charged for the controller's work inside ``on``. A clock that computes times
+    must read it in ``charge`` or override ``on``; measured clocks ignore it."""
 
     @abstractmethod
     def start(self, rank: int) -> None:

@@ -56,9 +56,9 @@ class _Level:
 class KatzModel:
     """A Katz back-off model of token ids, counted from an array of documents, one after the other.
 
-    Every distribution sums to 1 and gives every token a positive probability, except where all V
-    tokens were seen after a context. Where discounting leaves no mass (all counts above the
-    threshold), the context is treated as if one unseen continuation had been counted once.
+    Every distribution sums to 1 and gives every token a positive probability. Where discounting
+    leaves no mass (all counts above the threshold), the context is treated as if one unseen
+    continuation had been counted once, unless all V tokens were seen after it.
 
     Args:
         order: n >= 1, the longest n-gram.

@@ -142,7 +142,7 @@ def check(cell: Cell, *, transport: str = "in_process", stages: int = NUM_STAGES
         at_once = 1
         if composed(on_one).kind is Kind.REFUSED or not _is_serial(cell.policy):
             on_one = cell
-            # In turns, a request is not fed between submitting a node and its answer then.
+            # With so few stages a request submits nothing while it waits for its turn.
             at_once = len(PROMPTS) if stages <= len(PROMPTS) else 1
         assert outputs == _on_one_device(on_one, stages, at_once), (
             f"{cell}: differs from the same parts on one device, {at_once} at a time"
