@@ -140,8 +140,8 @@ def is_full(error: BaseException) -> bool:
 class ArchiveFormat:
     """A kind of file: an ``.npz`` of arrays (no pickled objects), one of them a JSON text ``head``.
 
-    ``what`` names the kind in error messages. They end with one of three remedies: ``missing`` if
-    no file is there, ``other`` if it is not one, ``again`` for another name, version or damage.
+    ``what`` names the kind in error messages, which end with a remedy: ``missing`` if there is no
+    file, ``other`` if it is not such an archive, ``again`` if its content is not as expected.
     """
 
     name: str

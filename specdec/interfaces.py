@@ -338,7 +338,7 @@ class Executor(_Part, ABC):
         """Releases processes and memory; called once, also after an error."""
 
     def reports(self) -> Sequence[dict[str, Any]]:
-        """Returns, per process besides this one: its clock's report, rows computed, bytes sent."""
+        """Returns per other process: "clock" (a ``ClockReport``), "rows" computed, "bytes_sent"."""
         return ()
 
     def draft_reports(self) -> Sequence[dict[str, Any]]:

@@ -32,7 +32,7 @@ from specdec.types import (
     Verdict,
 )
 
-_STOP_TAIL_TOKENS = 8  # decoded in addition to one token per byte of the longest stop string
+_SPARE_CHARS = 8  # a part of a character, or a space, may be wrong where decoding begins
 _MAX_IDLE_STEPS = 10_000  # far beyond any pipeline's latency; stops an endless loop
 _ROOT = np.zeros(1, np.int64)  # slots of the path to the root
 
@@ -72,12 +72,10 @@ class StopRules:
         if output[-1] in self.eos_ids:
             return "eos"
         if self.stop_strings and self.decode is not None:
-            num_tokens = max(len(s.encode()) for s in self.stop_strings) + _STOP_TAIL_TOKENS
-            num_chars = max(map(len, self.stop_strings)) + _STOP_TAIL_TOKENS
+            num_chars = num_tokens = max(map(len, self.stop_strings)) + _SPARE_CHARS
+            while num_tokens < len(output) and len(self.decode(output[-num_tokens:-1])) < num_chars:
+                num_tokens *= 2  # a token may be one byte of a character, or have no text
             tail = self.decode(output[-num_tokens:])
-            while len(tail) < num_chars and num_tokens < len(output):  # tokens without text
-                num_tokens *= 2
-                tail = self.decode(output[-num_tokens:])
             if any(s in tail for s in self.stop_strings):
                 return "stop_string"
         return "length" if len(output) >= self.max_new_tokens else None

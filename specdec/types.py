@@ -166,7 +166,7 @@ class Needs:
         hidden: hidden states of all rows, prompt rows included, delivered with the row's answer.
         early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
-        further_exits: further exits, each by its number of layers; not the pair's ``exit_layer``.
+        further_exits: number of layers before each further exit, besides the pair's exit layer.
         real_nodes: ``expand`` must receive nodes of the requests' trees, not of a source's own.
         all_answers: the target's tokens after all answered nodes; else, under ``Lossless.TOKEN``,
             an executor may omit those after nodes off the target's path (``Answers.tokens``).
@@ -211,15 +211,6 @@ class ExecutorPlan:
     def num_ranks(self) -> int:
         """Number of ranks, not counting the controller."""
         return max(rank for placement in self.placements.values() for rank in placement.ranks)
-
-    @property
-    def device_bytes(self) -> dict[int, int]:
-        """Maps each rank to the bytes of all weights on it."""
-        total: dict[int, int] = {}
-        for placement in self.placements.values():
-            for rank, size in zip(placement.ranks, placement.weight_bytes, strict=True):
-                total[rank] = total.get(rank, 0) + size
-        return dict(sorted(total.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class FlowSpec(TreePolicy):
         children: candidates per expanded node.
         depth: levels expanded below the root.
         grown_nodes: number of nodes of the tree that is grown at each new root.
-        grown_segment: nodes submitted per step after it. Default: all chosen nodes.
+        grown_segment: nodes submitted per step after the first commit. Default: all chosen nodes.
         idle_depth: levels that are added below the tree in a step without a commit.
     """
 

@@ -21,16 +21,16 @@ from specdec.types import BoolArray, Candidates, Commit, IntArray, NodeMap, Node
 class MultiExitSource(ExitSource):
     """Takes each token from the first exit that no later exit is expected to improve on.
 
-    PPSD B.3 names the idea without a rule; this one is ours. An exit's saving weighs its expected
+    PPSD B.3 states no rule for the choice; the rule is ours. An exit's saving weighs its expected
     acceptance (``ExitChances``) against its depth: by PPSD's Eq. 6 in a pipeline (``ppsd_saving``),
     by Eq. 4 if drafts are verified afterwards (``eesd_saving``). The token is taken from the first
     exit whose saving, given its own confidence, no later exit is expected to exceed.
 
     With ``executor=early_exit`` a later exit is computed only if it is chosen, from the node's
     hidden state, so no layer runs twice. With ``executor=pipeline`` choosing a later exit means
-    waiting until it arrives. The choice depends on the exits' distributions and on how often their
-    best tokens were the target's so far, never on sampled candidates; if candidates are sampled it
-    ignores that record too, so rejection verifiers stay unbiased.
+    waiting until its candidates arrive. The choice depends on the exits' distributions and, unless
+    candidates are sampled, on how often their best tokens were the target's so far. It never
+    depends on sampled candidates, so rejection verifiers stay unbiased.
 
     Args:
         pair, make_first_stage, candidates, sample: see ``ExitSource``.

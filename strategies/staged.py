@@ -52,7 +52,7 @@ class StagedSource(CombinedSource):
         max_children: number of candidates requested from the draft; a call for more discards the
             results stored so far. Default: 16, or 1 if candidates are sampled.
 
-    ``counters`` are sums over both sources; its ``by_level`` has the draft's models first.
+    ``counters`` are sums over both sources; ``counters.by_level`` has the draft's models first.
     """
 
     @validated

@@ -375,7 +375,7 @@ class TreeCache:
         )
 
     def _append(self, tree: TreeRows, positions: IntArray) -> BoolArray:
-        """Adds entries for W nodes; returns which entries each of them sees, bool[W, T + W]."""
+        """Adds W nodes to the tree region's T entries; returns what each sees, bool[W, T + W]."""
         old = self.num_nodes
         ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
         self.node_positions = np.concatenate([self.node_positions, positions])
@@ -566,7 +566,7 @@ class Visibility:
         self.lengths = self.lengths.to(torch.int32)
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Returns the additive mask [R, C]: 0 where a row sees a slot, else the lowest number."""
+        """Returns an additive mask [R, C]: the minimum at slots unseen or out of ``window``."""
         if window not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
             slots = torch.arange(self.num_slots, device=self.lengths.device)

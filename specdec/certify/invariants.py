@@ -386,7 +386,7 @@ def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
 def _state_problems(
     request: RequestState, commit: Commit | None, fresh: Fresh, seen: Observation
 ) -> Iterator[str]:
-    """Yields wrong hidden states of live nodes, and of the nodes that a commit has retired."""
+    """Yields a text per hidden state of a live or committed node that ``fresh`` contradicts."""
     tree = request.tree
     stored = [
         (node_id, request.path_tokens(slot), name, state)

@@ -169,12 +169,12 @@ def differences(
     errors: FloatArray | None = None,
     tokens: bool = True,
 ) -> Iterator[Difference]:
-    """Yields differences from plain decoding, up to the first that is no tie.
+    """Yields differences from plain decoding, up to and including the first that is no tie.
 
     Args:
         rows: float64[T, V], the logits of plain decoding for each output token.
-        errors: float64[T], by how much rounding may change each row's logits; None: no ties.
-        tokens: whether tokens must equal those of plain decoding; else they must only be possible.
+        errors: float64[T], bounds of rounding errors of logits, which explain ties; None: no ties.
+        tokens: whether tokens must equal those of plain decoding, not just have a probability > 0.
     """
     output, params = decoded.output, case.sampling
     if not output:

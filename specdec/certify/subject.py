@@ -76,7 +76,7 @@ class Subject:
     def __init__(
         self, cfg: Mapping[str, Any], *, build: Build = compose, full: bool = False
     ) -> None:
-        """Composes the configuration once, so that an invalid one is refused here."""
+        """Builds the parts once by ``build``, so that an invalid configuration is refused early."""
         refuse(cfg)
         self.cfg = cfg = _with_middle(cfg)
         self.name = str(cfg["strategy"]["name"])
@@ -176,7 +176,7 @@ def observe(owner: Any, name: str, *, before: _Hook = None, after: _Hook = None)
 
 
 def decode_cases(parts: Parts, cases: Sequence[Case], **sizes: int) -> dict[int, Decoded]:
-    """Decodes the cases; returns the outputs by case id. ``sizes`` are as for ``decode_steps``."""
+    """Decodes the cases; returns outputs by id. ``sizes``: ``batch_size``, ``prefill_chunk``."""
     outputs: dict[int, Decoded] = {}
     for _ in decode_steps(parts, cases, outputs, **sizes):
         pass

@@ -53,10 +53,10 @@ def run_in(
     *,
     table: str = "",
 ) -> tuple[Any, bool]:
-    """Does what ``specdec.config.folders.run_in`` does, and shows the progress of the work.
+    """Calls ``folders.run_in`` and shows progress; returns the result, and whether it is new.
 
-    ``work`` is called with the ``Progress`` to which it reports; ``table`` is the name of a file
-    that is printed if the work is complete already.
+    ``work`` is called with the ``Progress`` to which it reports. If the folder has the result
+    already, the folder's file named ``table`` is printed.
     """
 
     def shown() -> Any:

@@ -152,7 +152,7 @@ class Clock(ABC):
 
     @abstractmethod
     def start(self, rank: int) -> None:
-        """Marks the start of work on the rank; by default it is the first metered model call."""
+        """Marks the start of work on the rank; on a wall clock, a later model call moves it."""
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:

@@ -29,7 +29,7 @@ class MeasuredClock(WallClock):
         rank: int = CONTROLLER,
         timeline: Timeline | None = None,
     ) -> None:
-        """``meter`` tells when model calls began, and counts waits. Work charged to ranks other
+        """``meter`` records when model calls begin, and counts waits. Work charged to ranks other
         than ``rank`` is ignored.
         """
         self.rank = rank
@@ -146,8 +146,8 @@ class PacedClock(MeasuredClock):
             self._late = False
 
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
-        """Waits until the work's cost has elapsed, or counts an overrun; work without a cost ends
-        now. A charge of another rank advances the time planned for it.
+        """Waits until the cost of this rank's work has elapsed, or counts an overrun if it has;
+        work without a cost ends now. For any other rank, only its planned time advances.
         """
         if num_tokens <= 0:
             return
@@ -181,9 +181,9 @@ class PacedClock(MeasuredClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """Makes the next work of ``rank`` start no earlier than the time planned for ``to``. For
-        this process's own rank, that is the present time or, if later, the earliest start of its
-        next work.
+        """Makes the next work of ``rank`` start no earlier than the time planned for ``to``. If
+        ``to`` is this process's own rank, that time is the present or, if later, the earliest start
+        of this rank's next work.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])

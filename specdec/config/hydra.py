@@ -89,8 +89,8 @@ def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the words that set no parameter of ``schema``, and the others' values. Values of
-    text parameters are taken literally, and lists need no brackets.
+    """Returns the words that set no parameter of ``schema``, and the values that other words set.
+    Values of text parameters are taken literally, and lists need no brackets.
     """
     keys, others, values = signature_of(schema).plain, list[str](), dict[str, Any]()
     for word in words:

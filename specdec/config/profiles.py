@@ -46,11 +46,11 @@ class _Profile(TypedDict, total=False):
 
 
 def load_profile(name: str, extra: Trees = (), *, key: str = "clock.profile") -> dict[str, Any]:
-    """Loads and checks a latency profile: an option's name, or the path of a YAML of that form.
+    """Loads and checks the latency profile ``name``, an option of ``profile`` or a path of a YAML.
 
-    Returns "note"; "costs": {kind: curve}; and, if the file has them, "degrees": {kind: {number of
-    devices that share a layer: curve}}, the testbed's "stages", the "draft_name" timed in "costs",
-    "drafts": {name: curve}.
+    Returns "note", "costs": {kind of work: cost curve} and, if the file has them, "degrees": {kind:
+    {number of devices that share a layer: curve}}, the testbed's number of "stages", "draft_name"
+    (the draft timed in "costs") and "drafts": {name: curve}. ``key`` is for error messages.
     """
     at, known = f"{key}={name}", options("profile", extra)
     path = known.get(name) or Path(name).expanduser()
@@ -83,8 +83,8 @@ _DEGREES = {"stage": "target_degree", "draft": "draft_degree"}
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``config`` with ``clock.costs`` for the executor's degrees of parallelism and the
-    draft, and ``policy.d`` as a number; raises ``UserError`` if the profile lacks their times.
+    """Returns ``config`` with ``clock.costs`` for the executor's tensor-parallel degrees and the
+    draft, and with a number for ``policy.d=ratio``; UserError if the profile lacks these times.
     """
     clock, executor = dict(config["clock"]), config["executor"]
     if degrees := clock.pop("degrees", None):
@@ -153,8 +153,8 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
 
 
 def _with_degrees(clock: Node, degrees: Node, executor: Node) -> dict[str, Any]:
-    """Returns the clock's section with the costs for the executor's tensor-parallel degrees (null:
-    unchanged). Degrees between those of the profile are interpolated, which the note states.
+    """Returns the clock's section with the costs for the executor's tensor-parallel degrees (None
+    leaves them unchanged). Costs of degrees that the profile lacks are interpolated.
     """
     costs, note = dict(clock["costs"]), str(clock.get("note", ""))
     for kind, curves in degrees.items():

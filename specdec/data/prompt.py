@@ -47,7 +47,7 @@ class DataReader(ABC):
         """
 
     def provenance(self) -> dict[str, Any]:
-        """Returns facts for ``provenance.json`` as plain JSON values, such as a SHA-256."""
+        """Returns facts on the data set's origin, for ``provenance.json``, as JSON values."""
         return {}
 
 

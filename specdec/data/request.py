@@ -1,4 +1,4 @@
-"""The prompts of a run: the keys of ``data=``, checked without reading a file, and provenance."""
+"""Describes the prompts of a run: the configuration section ``data``, and its provenance."""
 
 from __future__ import annotations
 

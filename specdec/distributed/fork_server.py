@@ -8,10 +8,10 @@ which fails for scripts without an ``if __name__ == "__main__"`` guard.
 ``launch`` runs this module with one end of a socket pair as standard input, and sends a further
 socket through it for each group of ranks. This process then forks a *keeper*, the parent of the
 group's ranks. The keeper forks ranks 1 and up; when its socket closes, because the command (rank 0)
-closed it or died, the keeper kills the ranks that are left, also stopped ones. On it rank 0 sends
-one JSON line (``launch.Processes``), and the keeper one line per event: {"keeper": pid, "pids":
-[...]} after forking, in the order of ranks, then {"rank": r, "status": s} for each rank that ends
-(a negative status is a signal).
+closed it or died, the keeper kills the ranks that are left, also stopped ones. Through this socket,
+rank 0 sends one JSON line (``launch.Processes``), and the keeper one line per event: {"keeper":
+pid, "pids": [...]} after forking, in the order of ranks, then {"rank": r, "status": s} for each
+rank that ends (a negative status is a signal).
 """
 
 import json

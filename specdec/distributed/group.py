@@ -77,7 +77,7 @@ class RankGroup:
         timed_runs.observe(self)
 
     def _connect(self, loopback: bool) -> Connections:
-        """Joins the control group in a thread, so that a rank that ends before it is noticed."""
+        """Joins the control group in a thread, to notice a rank that ends before it has joined."""
         made: list[Connections | RuntimeError] = []
 
         def join() -> None:
@@ -169,7 +169,7 @@ class RankGroup:
                 return received.body
 
     def next_reply(self, key: ReplyKey, session: int) -> tuple[int, Any] | None:
-        """Returns tick and body of the next reply if it has arrived, else None; does not wait."""
+        """Returns (step number, body) of the next reply, or None if it has not arrived yet."""
         received = self._take(key, session, 0)
         return None if received is None else (received.tick, received.body)
 
@@ -355,9 +355,9 @@ class FailureDetector:
         return self._alarm
 
     def failure(self, lost: PeerLost | None = None) -> BaseException:
-        """Returns the error for a failure that has been noticed, after up to a second in which its
-        cause may show: an error that a rank reports takes precedence over a process that ended, and
-        both take precedence over lost connections.
+        """Waits up to a second for the cause of a failure, and returns the error that names it: an
+        error that a rank reports takes precedence over a process that ended, and both take
+        precedence over lost connections.
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:

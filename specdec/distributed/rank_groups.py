@@ -18,7 +18,7 @@ from specdec.errors import UserError
 
 _ADDRESS = "127.0.0.1"
 _local: dict[tuple[int, int | None, int], RankGroup] = {}
-"""Groups started here, by (ranks with rank 0, threads per rank, ``number`` of the handle)."""
+"""Groups started here, by (size with rank 0, threads per rank, ``number`` of the handle)."""
 _external: RankGroup | None = None
 _logs: Path | None = None
 
@@ -97,7 +97,7 @@ class GroupHandle:
 
 
 def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | None, int]:
-    """Returns the key of the smallest running group that can be shared, else of a new group."""
+    """Returns the key in ``_local`` of the smallest group to join, or else of a group to start."""
     own = size, threads, number
     if threads is None:
         return own

@@ -264,7 +264,7 @@ class FreeStageSession(StageSession):
     """
 
     def __init__(self, *, take: Callable[[], Message | None], **given: Any) -> None:
-        """``take`` returns the next message of the session, if one has arrived."""
+        """``take`` returns the session's next message or None; ``given``: the base's arguments."""
         super().__init__(**given)
         self._take = take
         self._batches: deque[tuple[int, Batch]] = deque()  # tick of entry, and the batch

@@ -131,7 +131,7 @@ class Connections:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
-        """Blocks until all ranks have joined the control group."""
+        """Blocks until all ranks have joined; ``loopback``: whether all are on this machine."""
         self._store = store
         self._rank = rank
         self._size = size
@@ -273,7 +273,7 @@ class _Posted:
 
 
 class ControlLink:
-    """Sends and receives messages to and from another rank: int64[n] with n as first element."""
+    """Exchanges messages with another rank; a message is int64[n], whose first element is n."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer

@@ -1,7 +1,7 @@
 """The process of a rank other than 0: joins the group and serves sessions until rank 0 stops it.
 
 Rank 0 is the process that decodes. A session is a pipeline or a draft model on several ranks.
-Module ``fork_server`` runs it for ``specdec run``, module ``torchrun`` for torchrun and Slurm.
+Ranks are started by the module ``fork_server`` or, under torchrun and Slurm, by ``torchrun``.
 """
 
 import itertools
@@ -206,7 +206,7 @@ class Mailbox:
         return received
 
     def take(self, session: int) -> Message | None:
-        """Returns the next message if it has arrived and begins or ends a step of ``session``."""
+        """Returns the next message if it has arrived and is a BEGIN or END of ``session``."""
         with self._arrived:
             message = self._messages[0] if self._messages else None
             if (

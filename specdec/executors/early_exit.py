@@ -71,7 +71,7 @@ class FirstStage(StageGroup):
         meter: Meter,
     ) -> FirstStage:
         """Loads the layers before the last exit and the exit heads, which are after ``layers``
-        (increasing); ``plan`` says as how many stages the clock is charged for them.
+        (increasing). A pass is charged to the clock as passes of the stages in ``plan``.
         """
         bounds = plan.bounds(pair, pair.exit_layer)
         segments = [
@@ -92,10 +92,10 @@ class FirstStage(StageGroup):
     def logits(
         self, state: DecodeState, nodes: Nodes, at: int = 0
     ) -> tuple[BoolArray, list[torch.Tensor]]:
-        """Computes logits at exit number ``at``; missing ones cost one packed pass per segment.
+        """Returns (available bool[W], logits [V] of each available node) of exit ``at`` (from 0).
 
-        Returns (available bool[W], logits [V] of each available node). Nodes are not available in
-        their request's prefill, or if submitted before their logits were requested.
+        Computes the segments that nodes have not passed, in one packed pass each. Nodes are not
+        available in their request's prefill, or if submitted before their logits were requested.
         """
         for number in range(at + 1):
             missing = []

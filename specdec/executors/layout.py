@@ -25,7 +25,7 @@ class StageLayout:
         balanced: split layers by cost including the output head, instead of by number.
         degree: tensor-parallel degree of every stage.
         draft_degree: tensor-parallel degree of the draft; the controller's device is its first.
-        shared: whether the draft's other devices are the target's, where both work in turns.
+        shared: whether the draft's other devices are also the target's; both then work in turns.
     """
 
     stages: int

@@ -286,8 +286,8 @@ class StepCharges:
         self._clock.barrier(self._ranks)
 
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
-        """Charges each stage for pruning ``pruned`` nodes, then for sending its ``rows`` to the
-        next stage or, by the last one, the answers.
+        """Charges each stage for pruning ``pruned`` nodes and for sending its ``rows`` to the next
+        stage. The last stage is charged for sending answers, if there are any (``answered``).
         """
         self._begin()
         for rank, num_rows in zip(self._ranks, (*rows, int(answered)), strict=True):
@@ -346,7 +346,7 @@ class FreeCharges(StepCharges):
             self._sent_s[rank] = clock.ends_s(rank)
 
     def exit(self, stage: int, num_nodes: int) -> None:
-        """Charges an exit head; its token goes from its rank to the first stage."""
+        """Charges the clock for an exit head, and for sending its token to the first stage."""
         super().exit(stage, num_nodes)
         if stage:
             self._clock.charge(self._ranks[stage], Work.TRANSFER, 1)

@@ -303,7 +303,7 @@ class TargetCopy:
         return self.due_s is None or self.due_s <= self._clock.now()
 
     def finish(self) -> list[Answers]:
-        """Returns the answers to the batch's nodes; drops those to ancestors added to the batch."""
+        """Returns answers to the batch's nodes, not to ancestors that only filled the cache."""
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:

@@ -199,8 +199,8 @@ class InFlightRows:
     """The batches in flight, the open requests, and the latest commit of each request.
 
     The controller and all ranks see the same batches, commits, opens and closes in the same order,
-    so they agree on how many rows cross each link without sending counts. Rows are pruned on
-    demand, by the latest commit of each request alone, whose nodes all earlier ones kept.
+    so they agree on how many rows cross each link without sending counts. Rows are pruned on demand
+    by each request's latest commit alone: a node that it keeps was kept by all earlier commits.
 
     A *tick* is the executor's step number, which no new run resets. A batch is on stage n (from 1)
     in the n-th step from the tick at which it entered.
@@ -290,7 +290,7 @@ class Stage:
         return StageOutput()
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Moves retired cache entries into the prefix, keeps surviving ones, drops the rest."""
+        """Moves entries of committed nodes into the prefix, and drops those of pruned nodes."""
 
     def close(self, request_id: int) -> None:
         """Frees the request's cache."""

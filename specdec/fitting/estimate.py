@@ -114,8 +114,8 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
     """Returns the likeliest model whose tokens per pass equal the measured ones, and Akaike's
     criterion.
 
-    Without this constraint the two differ where acceptance varies much between requests. The fit
-    starts from classes of which the easy ones stay longer, because misses cluster in real text.
+    Without this constraint, the predicted value is wrong where acceptance varies much between
+    requests. The fit starts from easy classes that last longer, as misses cluster in real text.
     """
     classes, bins, data = size.classes, torch.tensor(size.bins), observe(requests)
     known = max(data.num_known, 1.0)

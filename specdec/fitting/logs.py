@@ -54,7 +54,7 @@ _LLAMA_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to read a log; method "1" also selects the second list where a log has one per model."""
+    """How to read a log; of several lists of lengths, ``method`` is the index (default: last)."""
 
     method: str | None = None  # which of several pairs or methods in a file: a part of its name
     lengths: Lengths = "auto"  # whether lists count the target's own token; auto: if none is 0

@@ -88,9 +88,9 @@ def of_totals(accepted: float, drafted: float, passes: float, k: int | None) -> 
 
 
 def with_draft_tokens(log: AcceptanceLog) -> list[RequestLog]:
-    """Returns the requests of a log that have passes, all with ``drafted``. Missing numbers follow
-    transformers' assisted generation, provided that every pass obeys its schedule and one accepts
-    more than 5; otherwise each is the largest number that a pass of these requests accepted.
+    """Returns the requests of a log that have passes, with draft tokens per pass (``drafted``).
+    Missing numbers follow the schedule of transformers' assisted generation if every pass obeys it
+    and one accepts more than 5; otherwise each is the largest number of accepted tokens of a pass.
     """
     requests = [request for request in log.requests if request.counts.any()]
     unknown = [request for request in requests if request.drafted is None]

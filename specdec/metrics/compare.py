@@ -179,7 +179,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
 def _interval(
     table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
 ) -> list[float] | None:
-    """Returns a 95 % bootstrap interval over rows; None for under 2 or if a column sums to 0."""
+    """Bootstraps a 95 % interval of ``statistic`` (of the columns) over rows; None if undefined."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
     if len(table) < 2 or not (table.sum() > 0).all():

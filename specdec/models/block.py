@@ -114,7 +114,7 @@ class BlockConfig:
 
 
 class BlockHead(nn.Module):
-    """A block drafter, whose modules are named as in the authors' files.
+    """A DFlash or DSpark drafter, whose parameters are named as in the authors' checkpoints.
 
     ``target_ids``, int64[U]: the target's id of each draft token; None: the ids are equal.
     """

@@ -102,7 +102,7 @@ class EagleRunner:
 
     @property
     def target_ids(self) -> Tensor | None:
-        """Returns the target's id of each draft token, int64[U]; None if all ids are equal."""
+        """Returns the target's id of each draft token, int64[U]; None if the ids are the same."""
         return self.head.target_ids
 
     def target_logits(self, logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Exit heads of any transformers model, which compute logits from an inner layer's hidden states.
 
-A norm head is a norm and an output matrix; a transformer head has a decoder layer of the target's
-kind before them (PPSD 5.3); a ``ModelRunner`` runs it as the last of ``layer`` + 1 layers.
+A norm head has a norm and an output matrix. A transformer head (PPSD 5.3) also has a decoder layer
+of the target's type before them; a ``ModelRunner`` runs only the last layer of its ``head_model``.
 
 A head may predict only some tokens (a draft vocabulary): its output matrix has a row for each, and
 its tensor ``output.ids`` their target ids. A head without an output matrix uses the target's.
@@ -103,7 +103,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, 
 
 
 def save_vocabulary(ids: Tensor, folder: Path) -> None:
-    """Writes the vocabulary that all heads in ``folder`` share; UserError if it has another one."""
+    """Writes the draft vocabulary of all heads in ``folder``; UserError if another is there."""
     stored = {"output.ids": ids.int().cpu()}
     path = folder / VOCABULARY
     if path.is_file() and not torch.equal(_read(path)[0]["output.ids"], stored["output.ids"]):
@@ -186,7 +186,7 @@ def head_model(target: PreTrainedModel, head: HeadWeights) -> PreTrainedModel:
 
 
 def _put(module: nn.Module, path: str, tensor: Tensor, label: str) -> None:
-    """Replaces a parameter of ``module``, a copy that may share its tensors with other models."""
+    """Sets parameter ``path`` to ``tensor``; UserError with ``label`` if the shapes differ."""
     owner, _, leaf = path.rpartition(".")
     try:
         holder = module.get_submodule(owner)

@@ -1,4 +1,4 @@
-"""Pairs of target and draft: models, tables of logits, or given ranks (synthetic or recorded)."""
+"""Pairs of target and draft: models, tables of logits, or target tokens with their draft ranks."""
 
 from typing import TYPE_CHECKING
 

@@ -123,8 +123,8 @@ def _yaml(value: object) -> str:
 
 
 def with_flat_options(cls: type[Any], into: str = "options", **narrower: Any) -> Callable[..., Any]:
-    """Returns a constructor of ``cls`` that takes the fields of the argument ``into`` as arguments
-    of its own, as in configurations; ``narrower`` has types of fields that ``cls`` restricts.
+    """Returns a function that constructs ``cls`` and takes the fields of its argument ``into``, a
+    dataclass, as separate arguments. ``narrower``: field -> type that replaces the dataclass's.
     """
     own = dict(inspect.signature(cls, eval_str=True).parameters)
     default = own.pop(into).default

@@ -128,10 +128,10 @@ def record_run(
     about: Mapping[str, Any],
     on_request: Callable[[int], None] = lambda _: None,
 ) -> Record:
-    """Records finished requests without changing the run's tokens or counts; requests without
-    output are skipped.
+    """Ranks the outputs by the draft model in a ``Record``; the run's own counts do not change.
 
-    The record's ``about`` also has the outputs' ``loop_share``, since a replay has other tokens.
+    Requests without output are skipped. ``about`` is stored with the outputs' ``loop_share``, which
+    a replay cannot compute from its made-up tokens. ``on_request`` gets the id of each request.
     """
     runner = pair.runner("draft", Meter())
     recorded, outputs = [], []

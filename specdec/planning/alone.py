@@ -1,4 +1,4 @@
-"""Plans for a target without a draft model: times presets that draft from text or heads, here.
+"""Plans for a target without a draft model, by timing presets that draft from text or heads.
 
 Acceptance is unknown before the target decodes, so nothing is simulated: all presets decode the
 same prompts, switching every fraction of a second, until prompts or time (``budget_s``) run out.

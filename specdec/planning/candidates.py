@@ -1,4 +1,4 @@
-"""Candidates of a plan: presets with a layout and sizes, and the simulator that times them."""
+"""Candidates of a plan (preset, device layout, policy sizes), and their timing by simulation."""
 
 from __future__ import annotations
 
@@ -284,10 +284,10 @@ class Simulator:
         prompts: int,
         models: Callable[[], tuple[ModelPair, Sequence[TokenPrompt]]] | None = None,
     ) -> None:
-        """Reads the results that the file ``path`` has.
+        """Reads the results that an earlier search has stored in the file ``path``.
 
-        ``prompts`` is how many prompts are drawn at random, or at most read of a record. ``models``
-        loads real models, for candidates that no acceptance model or record can reproduce.
+        ``prompts``: number of prompts, random ones or the first of a recorded run. ``models`` loads
+        real models, for candidates that no acceptance model or record can reproduce.
         """
         self._pair, self._path, self._models = pair, path, models
         self._known: dict[str, Unit] = {}

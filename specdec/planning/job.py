@@ -229,8 +229,8 @@ def plan_job(request: PlanRequest, folder: Path, progress: Progress) -> Plan:
 
 
 def check_job(request: PlanRequest, folder: Path, progress: Progress) -> PlanVerdict:
-    """Compares the plan in a folder with a run, which ``check=true`` starts: on the wall clock if
-    profile=measured and one device suffices, else paced: work is stretched to the planned times.
+    """Compares the plan in ``folder`` with the run in the folder that ``check=`` names. "true"
+    starts a run: on the wall clock if profile=measured and one device suffices, else a paced clock.
     """
     plan = parse_json((folder / RESULT_FILE).read_bytes())
     run = Path(request.chosen.check).expanduser()

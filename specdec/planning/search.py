@@ -166,7 +166,7 @@ class Search:
         tried[made.key] = (self.times(made, count, min(length, self.length)).mean, made)
 
     def _tune(self, tried: _Tried) -> None:
-        """Tries other policy sizes, one key of ``SIZES`` after another; adds them to ``tried``."""
+        """Simulates other values of each policy key in ``SIZES``, key by key; adds to ``tried``."""
         for key, values in SIZES.items():
             best = _fastest(tried)[0]
             current = best.config["policy"].get(key)
@@ -181,7 +181,7 @@ class Search:
                     self._try(best.with_size(key, value), tried)
 
     def _round(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
-        """Keeps up to ``kept`` candidates: each preset's best, and others that may be fastest."""
+        """Runs ``count`` prompts; returns up to ``kept``: each preset's best, then close others."""
         self.progress.phase(f"{len(left)} candidates on {count} prompts", len(left))
         stay: list[Candidate] = []
         for candidate in left:

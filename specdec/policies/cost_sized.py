@@ -131,7 +131,7 @@ class CostSized(BestFirst):
         return [text]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
-        """Returns the largest depth and number of nodes, which a trial reaches at any cost."""
+        """Returns the round's limits of depth and nodes; a trial round ignores costs up to them."""
         depth, size = len(self._leaves), self.bs
         self._given = True
         records = [self._records[request.id] for request in requests]

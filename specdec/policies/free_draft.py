@@ -178,7 +178,7 @@ class Chain:
         self._advance()
 
     def judged(self, level: int, ids: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores a model's token after each node of ``ids``, from ``rows``; skips pruned nodes."""
+        """Stores a model's next token after each of ``ids``, from ``rows`` of ``candidates``."""
         tokens = np.where(candidates.counts[rows] > 0, candidates.tokens[rows, 0], _NO_TOKEN)
         live = self._tree.slots(ids) != NO_NODE
         self.predicted[level].update(zip(ids[live].tolist(), tokens[live].tolist(), strict=True))
@@ -205,7 +205,7 @@ class Chain:
                 pass
 
     def _step(self, level: int) -> bool:
-        """Moves a model to the next node, confirmed or replaced; returns False if it cannot."""
+        """Lets a model confirm, replace or append its next node; returns whether it could."""
         tree = self._tree
         token = self.predicted[level].get(self.reached[level])
         if token is None:

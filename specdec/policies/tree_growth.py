@@ -223,8 +223,8 @@ class FixedWidth(TreePolicy):
     whole.
 
     With a source that proposes through ``Output.exits`` (PPSD), a level is expanded once its exits
-    have arrived. Width 1 with 1 child is PPSD's own chain. It also grows when not in its turn,
-    because whether a node has a child when rejection tests it must not depend on the batch.
+    have arrived. Width 1 with 1 child is PPSD's own chain, which grows even if its request may not
+    submit: whether a node has a child when rejection tests it must not depend on the batch.
 
     Args:
         width: maximum number of nodes per level (SpecPipe: 64, PipeDec: 32).

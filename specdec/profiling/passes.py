@@ -74,11 +74,11 @@ def measure_model(
 ) -> dict[Work, list[Sample]]:
     """Measures passes of the target, optionally of the draft, and transfers of hidden states.
 
-    The longest of ``stages`` slices of the target is measured. The output head's time is that of
-    a pass of the last slice with logits of all rows, minus that of one without logits just before.
-
-    ``tokens`` are increasing numbers of rows per pass, after ``context`` committed ones.
-    A pass has rows of ``requests`` requests, each with its own cache; of fewer if rows are fewer.
+    Returns, per kind of work, a ``Sample`` for each number of rows in ``tokens`` (increasing). The
+    longest of ``stages`` slices of the target is measured. The output head's time is that of a pass
+    of the last slice with logits of all rows, minus that of one without logits. Rows follow
+    ``context`` committed tokens and are spread over ``requests`` requests with a cache each.
+    ``on_repeat`` is called with the kind of work after each repeat.
     """
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)

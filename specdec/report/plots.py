@@ -35,7 +35,7 @@ def comparison_png(
     styles: Sequence[Style],
     points: Sequence[FloatArray],
 ) -> bytes:
-    """Plots tokens per second, acceptance, speed-up over ``ar`` (``points``: of single prompts)."""
+    """Plots speed, acceptance, speed-up over ``ar``; ``points``: per row the prompts' speed-ups."""
     figure, rows = figure_of(11.0, 2.2 + 0.46 * len(rows)), shown_rows(rows, conditions)
     widths = [1.45, 1, 1] if any(row.get("speedup_wall") is not None for row in rows) else [1, 1]
     *first, speed, third = axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)

@@ -1,4 +1,4 @@
-"""Gives each strategy one colour in every picture; marker, line and hatch separate further rows.
+"""Gives each strategy the same colour and form (marker, line, hatch) in every picture.
 
 There are ten colours, and grey for plain decoding. Readers with protanopia or deuteranopia can
 tell them apart (tests/unit/test_styles.py computes the distances). Presets that share a colour

@@ -322,8 +322,8 @@ def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float
 
 
 def _pass_s(row: Row, plain: Row) -> float | None:
-    """Returns mean seconds of a target pass of ``row`` after first tokens, which ``plain`` times;
-    None if the clock is not measured, requests or steps overlap, or a time is missing.
+    """Returns mean seconds of a target pass of ``row``, except first passes (timed by ``plain``'s
+    time to first token); None for unmeasured clocks, overlapping requests or missing times.
     """
     target_s, ttft_ms = (row.get("model_s") or {}).get("target"), plain.get("ttft_ms")
     alone = row.get("latency") == 1 and (row.get("mean_batch") or 1.0) == 1.0

@@ -202,8 +202,8 @@ class _Decoding:
     def further_metrics(self, runner: Runner, cfg: Mapping[str, Any]) -> dict[str, Any]:
         """Returns metrics that ``summarise`` cannot compute.
 
-        The tokens of a replay are made up, so its ``loop_share`` is taken from the record.
-        ``caveat`` says why a row is not comparable or representative.
+        ``loop_share`` (share of repeated text) of a replay is the record's, since a replay's tokens
+        are made up. ``caveat`` says why the result is not comparable or not representative.
         """
         records = self._records_of(runner)
         metrics: dict[str, Any] = {"runtime": runner.runtime}

@@ -186,8 +186,8 @@ def pass_sizes(times_s: Sequence[float], passes: int) -> list[int]:
 def _count(request: RequestState, sizes: Sequence[int], output: RivalOutput) -> None:
     """Emits the tokens of each pass to the request, and counts accepted and rejected draft tokens.
 
-    Rejected draft tokens are spread evenly over the passes. If their number is unknown, neither
-    proposed nor tested draft tokens are counted, so rates of acceptance are undefined.
+    ``sizes`` has the number of tokens per pass. Rejected draft tokens are spread evenly over the
+    passes; if their number is unknown, draft tokens are not counted: acceptance is undefined.
     """
     refused = max(0, (output.proposed or 0) - sum(sizes) + len(sizes))
     ends = np.cumsum(sizes, dtype=int).tolist()

@@ -33,7 +33,7 @@ class CombinedSource(TokenSource):
     """Base of sources that own other sources, which they open, commit and close.
 
     Attributes:
-        counters: sums over the owned sources; ``by_level`` has their models' passes in that order.
+        counters: sums over the owned sources; ``by_level`` has their models in source order.
     """
 
     def __init__(self, sources: Sequence[TokenSource]) -> None:
@@ -90,10 +90,10 @@ def joined_needs(needs: Iterable[Needs]) -> Needs:
 class ModelChain(CombinedSource):
     """A draft model, then middle models that check and correct the one before them (PipeSpec).
 
-    The draft is first in ``sources``. The models run independently if each is in a ``Background``,
-    which gives it a device. A model's *level* is its index in ``sources``: ``Events.start`` starts
-    a pass of one level. The draft proposes candidates like any source; a pass of a middle model
-    returns, with its event, its own next token after each token of the model before it.
+    The draft is first in ``sources``. A model's *level* is its index in ``sources``, and
+    ``Events.start`` starts a pass of one level. The draft proposes candidates like any source. A
+    middle model's pass returns, in ``Event.candidates``, that model's own next token after each
+    node. The models run at the same time if each is in a ``Background``, on its own device.
     """
 
     @validated

@@ -245,7 +245,7 @@ class HeadState:
     true_nodes: set[int] = field(default_factory=set)
 
     def commit(self, commit: Commit) -> None:
-        """Stores a commit's features; the cache must have applied the commit already."""
+        """Stores features of committed nodes; ``cache`` must have applied the commit already."""
         num_retired = len(commit.retired_ids)
         self.features.add(commit.hidden, commit.prefix_len - num_retired)
         # Entries computed from features extend the part of the prefix that is final.
@@ -305,7 +305,7 @@ class HeadPass:
     def add_corrections(self, draft: HeadState) -> None:
         """Adds cached nodes that were computed before the target's feature for them had arrived.
 
-        They are recomputed in place, unless an ancestor's entry lies behind their own.
+        They are recomputed in place, except nodes with an ancestor in a later slot of the cache.
         """
         cache, tree = draft.cache, draft.request.tree
         if not cache.num_nodes or (not tree.hidden and tree.root_id in draft.true_nodes):

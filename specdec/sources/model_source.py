@@ -130,7 +130,7 @@ class ModelSource(TokenSource):
         return logits
 
     def _proposed_logits(self, logits: Tensor) -> Tensor:
-        """Returns the columns of logits [W, U] for tokens that the source can propose; here all."""
+        """Selects the columns of logits [W, U] that the source can propose. Default: all."""
         return logits
 
     def _count(self, num_rows: int, num_catch_up: int = 0) -> None:
@@ -178,7 +178,7 @@ class CachedModelSource(ModelSource):
     """
 
     _shares_entries = False
-    """Whether nodes may share a cache entry, whose logits are then stored as long as it is."""
+    """Whether nodes may share a cache entry; its logits are then stored while the entry exists."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class CachedModelSource(ModelSource):
     # Rows to compute.
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W]: whether the model can continue each node; here, has its position."""
+        """Returns bool[W]: whether the model can continue each node (default: has its position)."""
         tree = request.tree
         can: BoolArray = tree.positions[tree.slots(ids)] < self._runner.max_positions
         return can

@@ -25,7 +25,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One rank's share of a weight: ``pieces`` along dimension ``dim`` (0 or 1), in order."""
+    """One rank's share of a weight: the index ranges ``pieces`` of dimension ``dim``, joined."""
 
     dim: int
     pieces: tuple[Piece, ...]

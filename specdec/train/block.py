@@ -85,7 +85,7 @@ class BlockDrafter(Drafter):
         self.layers = frozenset(layer + 1 for layer in head.config.layers)
 
     def features(self, target: FrozenModel, streams: dict[int, Tensor]) -> Tensor:
-        """Returns [B, S, F], the target's states that the drafter reads (some of them normed)."""
+        """Joins the states that the drafter reads, [B, S, F]; ``streams``: see ``residuals``."""
         states = [(name, streams[name.layer + 1]) for name in self.head.config.names]
         return torch.cat([target.norm(x).float() if n.normed else x for n, x in states], -1)
 

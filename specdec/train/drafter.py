@@ -107,7 +107,7 @@ def draft_ids(
 
 
 def chosen_rows(batch: Batch, ahead: int, options: LossOptions) -> Sequence[Tensor]:
-    """Returns windows b and positions t, int64[N]: every n-th whose token t + ``ahead`` counts."""
+    """Returns window and position t, int64[N] each, of every n-th counted token t + ``ahead``."""
     window, place = batch.counts_BS[:, ahead:].nonzero(as_tuple=True)
     first = batch.step % options.every
     return window[first :: options.every], place[first :: options.every]

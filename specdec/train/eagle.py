@@ -51,7 +51,7 @@ class EagleSpec:
 
 
 def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: int) -> EagleConfig:
-    """Returns a new head's configuration; ``size``: number of tokens of the draft vocabulary."""
+    """Returns a new head's config: ``size`` draft tokens, its own output matrix or the target's."""
     width = target.get_input_embeddings().weight.shape[1]
     if width != target.hidden_size:
         raise UserError(

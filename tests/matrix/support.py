@@ -61,22 +61,22 @@ Any source, policy, verifier and executor may be combined on the command line:
 
     specdec run source=suffix policy=chain executor=pipeline executor.stages=4 clock=simulated
 
-A combination runs unless it is in the table below. Then the command ends with the message before
-anything is decoded. What runs gives the tokens of plain decoding with `verifier=match` (greedily
-with `verifier=rejection` too, whose sampled tokens are equal in distribution); results of the other
-verifiers are labelled lossy.
+Combinations in the table below are refused: the command ends with the message before anything is
+decoded. All others run. With `verifier=match` they give the tokens of plain decoding. With
+`verifier=rejection` this holds for greedy decoding, and sampled tokens have the same distribution.
+Results of the other verifiers are labelled lossy.
 
-This page is written by `make support`, which composes every source x policy x verifier x executor x
-sampling of `conf/` ({len(outcomes):,} cells, {refused:,} refused). Each of the others decodes
+`make support` writes this page. It composes every source x policy x verifier x executor x sampling
+of `conf/` ({len(outcomes):,} cells, {refused:,} refused). Each of the others decodes
 {len(PROMPTS)} prompts ({lengths} tokens) in one batch for {MAX_NEW_TOKENS} tokens with tiny random
-models in float64 and is compared with plain decoding; under `rejection` with the other executors,
-and `specdec verify` tests the distribution. Part of the cells also runs on executors of several
-processes.
+models in float64. The tokens are compared with plain decoding, or under `rejection` with the other
+executors, since `specdec verify` tests the distribution. Part of the cells also runs on executors
+of several processes.
 
 ## Refused
 
-A row refuses all combinations of its options. "all but" lists those that are not meant. Messages
-are examples: they name the parts of the command.
+All combinations of the options in a row are refused; "all but" excludes the options after it.
+A message is that of one such combination; yours names the parts of your command.
 """
 
 

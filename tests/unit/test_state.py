@@ -315,10 +315,10 @@ def test_a_copy_keeps_the_present_trees_of_its_requests():
 
 
 def test_a_stop_string_is_found_across_tokens_without_text():
-    """Regression: the text was looked for in a fixed number of last tokens."""
+    """Regression: the text was looked for in a fixed number of last tokens or characters."""
 
     def text(tokens):
-        return "".join({1: "ST", 2: "OP"}.get(token, "") for token in tokens)
+        return "".join({1: "ST", 2: "OP" + 40 * "."}.get(token, "") for token in tokens)
 
     stop = StopRules(max_new_tokens=99, stop_strings=("STOP",), decode=text)
     output = [1, *[0] * 40, 2]

@@ -100,7 +100,7 @@ class Onnx(Backend):
 
 
 def _pieces(rows: Rows) -> list[Rows]:
-    """Splits rows for an empty cache, if nodes branch, after the prefix or else the first node.
+    """Cuts the rows of a branching tree for an empty cache in two: after the prefix or first node.
 
     ONNX Runtime's attention gives the rows of an empty cache the positions 0, 1, 2, ... and ignores
     the positions of the pass, which is wrong for siblings.
