@@ -64,6 +64,7 @@ class Step:
         text: decoded text; a character appears in the step that decides its last byte. Empty for
             pairs without a tokenizer.
         finish_reason: eos, stop_string or length at the last step, else None.
+        prompt_id: id of the prompt that the tokens continue (``Decoder.generate``).
     """
 
     tokens: tuple[int, ...]
@@ -362,9 +363,7 @@ def stream(
     pair: ModelPair | None = None,
     chat: bool = False,
 ) -> Iterator[Step]:
-    """Decodes one prompt and yields the tokens of each step, as ``Decoder.stream``. Stop iterating
-    to cancel.
-    """
+    """Decodes one prompt and yields each step's tokens; for the arguments see ``generate``."""
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
 
@@ -381,7 +380,7 @@ def verify(
     Args:
         overrides, config_dirs: see ``Decoder``.
         checks: names of the checks; None for all.
-        depth: "standard", or "full" for deeper checks.
+        depth: "standard", or "full", which tests more cases and takes longer.
     """
     from specdec.certify.certify import certify as run_checks
 
@@ -401,7 +400,7 @@ class Compared:
 
     Attributes:
         rows: one per strategy, as in ``comparison.json``: metrics by the names of docs/metrics.md.
-        conditions: data, models and environment.
+        conditions: data, models and environment, which all rows share.
         results: configuration and finished prompts of each strategy.
         table: what ``specdec compare`` prints.
         notes: overrides that do not apply to every row, and notes of the run.
@@ -446,7 +445,8 @@ def compare(
         overrides: as on the command line, ``repeats=`` among them.
         config_dirs: folders of further configuration files (``--config-dir``).
         pair: models to use; built from ``model=`` if omitted.
-        output_dir: folder for result files, from which a repeated call resumes; None: keeps none.
+        output_dir: folder for result files, from which a repeated call resumes. Default: that of an
+            override ``output_dir=``; without one no files are kept.
     """
     if isinstance(strategies, str) or isinstance(overrides, str):
         raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")

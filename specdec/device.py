@@ -76,7 +76,7 @@ def on_host(probs: Probs) -> _Array:
 
 
 def concatenate(parts: Sequence[Probs]) -> _Array | SupportProbs:
-    """Concatenates rows; dense unless all parts are ``SupportProbs`` of one vocabulary size."""
+    """Concatenates rows. The result is dense unless all are ``SupportProbs`` of one vocabulary."""
     supports = [part for part in parts if isinstance(part, SupportProbs)]
     if len(supports) < len(parts) or len({part.vocab_size for part in supports}) != 1:
         return np.concatenate([on_host(part) for part in parts])

@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(config: Any, prefix: str = "", *, whole: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the values of nested mappings by dotted key; keys in ``whole`` are not flattened."""
+    """Flattens nested mappings to keys "prefix.a.b"; mappings at keys in ``whole`` are kept."""
     if not isinstance(config, dict) or not config or prefix.rpartition(".")[2] in whole:
         return {prefix: config} if prefix else {}
     flat: dict[str, Any] = {}
@@ -138,10 +138,10 @@ def is_full(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveFormat:
-    """A kind of file: an ``.npz`` of arrays (no pickled objects), one of them a JSON text ``head``.
+    """A file format: an ``.npz`` with the named ``arrays`` and ``head``, a JSON text with metadata.
 
-    ``what`` names the kind in error messages, which end with a remedy: ``missing`` if there is no
-    file, ``other`` if it is not such an archive, ``again`` if its content is not as expected.
+    ``head`` contains ``name`` and ``version``. Error messages call such a file ``what`` and end
+    with ``missing`` if it does not exist, ``other`` if it is no such archive, else with ``again``.
     """
 
     name: str
@@ -159,7 +159,7 @@ class ArchiveFormat:
         return write_bytes(path, stream.getvalue())
 
     def read(self, path: str | Path, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns ``head`` and the arrays by name; ``UserError`` texts call the file ``where``."""
+        """Returns ``head`` and the arrays by name; ``where`` names the file in error messages."""
         try:
             with np.load(Path(path).expanduser(), allow_pickle=False) as file:
                 head = parse_json(str(file["head"]))

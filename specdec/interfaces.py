@@ -64,9 +64,9 @@ class _Part:
         """Prepares for a request that has been admitted."""
 
     def commit(self, commits: Sequence[Commit], output: Output) -> None:
-        """Applies commits to caches and to work in flight; called at the end of every step, after
-        ``DecodeState.commit``. When exits or hidden states arrive within a step, a source is also
-        called, without commits.
+        """Applies commits to caches and to work in flight. Called at the end of every step, after
+        ``DecodeState.commit``, with the step's ``output``. When exits or hidden states arrive
+        within a step, a source is also called with these as ``output`` and without commits.
         """
 
     def close(self, request_id: int) -> None:
@@ -76,10 +76,10 @@ class _Part:
 class TokenSource(_Part, ABC):
     """Proposes tokens: a draft model, an n-gram model, prompt lookup, an exit head, a mixture.
 
-    An *asynchronous* source (``sources.Background`` wraps any) runs passes in the background and
-    overrides ``start``, ``poll`` and ``set_wakeup``. A running pass is never interrupted: commits
-    and closes take effect when it has ended, and the caller drops candidates of nodes that were
-    pruned meanwhile.
+    An *asynchronous* source runs passes in the background and overrides ``start``, ``poll`` and
+    ``set_wakeup``; the wrapper ``sources.Background`` makes any source asynchronous. A running pass
+    is never interrupted: commits and closes take effect when it has ended, and the caller drops
+    candidates of nodes that were pruned meanwhile.
     """
 
     needs: Needs = Needs()
@@ -104,7 +104,7 @@ class TokenSource(_Part, ABC):
 
     @property
     def levels(self) -> Sequence[TokenSource]:
-        """The sources that ``Events.start`` can start, by its ``level``. Default: only this one."""
+        """The sources that ``Events.start`` can start, indexed by ``level``. Default: only self."""
         return (self,)
 
     @property
@@ -113,7 +113,7 @@ class TokenSource(_Part, ABC):
         return None
 
     def speedup_law(self, policy: TreePolicy, latency: int) -> SpeedupLaw | None:
-        """Returns the formula of the speed-up (metric ``speedup_law``); None if there is none."""
+        """Returns the theoretical speed-up formula for a policy and executor latency, if any."""
         return None
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Events(ABC):
     @abstractmethod
     def next_draft(self) -> Event:
         """Waits for the next end of a draft pass and leaves other events for ``next``. Used while
-        the target is idle until the draft has a token.
+        the target is idle because no drafted token is available.
         """
 
 
@@ -191,7 +191,7 @@ class TreePolicy(_Part, ABC):
     asynchronous: bool = False
     """Whether the policy drafts in ``overlap``, while the target is busy."""
     levels_per_step: int | None = None
-    """1 if each batch is one level of the tree, so that an answer emits one token."""
+    """Number of tree levels in each batch (1: each answer emits one token); None if not fixed."""
     follows_exits: bool = False
     """Whether the policy waits for ``Output.exits`` before it continues below a node (PPSD)."""
     time_dependent: bool = False
@@ -203,9 +203,9 @@ class TreePolicy(_Part, ABC):
     """Number of draft tokens per verification if the policy drafts chains; else None."""
 
     def max_cached_nodes(self, in_flight: int) -> int | None:
-        """Returns how many nodes of one request, root included, the target's cache has at most with
-        ``in_flight`` unanswered batches. A paged cache reserves room for that many when a request
-        is admitted, and refuses a policy that returns None.
+        """Returns the maximum number of one request's nodes, root included, in the target's cache
+        while ``in_flight`` batches are unanswered. A paged cache reserves room for that many when a
+        request is admitted, and refuses a policy that returns None (unknown).
         """
         return None
 
@@ -228,7 +228,7 @@ class TreePolicy(_Part, ABC):
         return False
 
     def prepared(self, request: RequestState) -> bool:
-        """Returns whether the request's tree has been drafted; read if ``drafts_waiting``."""
+        """Returns whether the request's tree is completely drafted; used if ``drafts_waiting``."""
         return True
 
     def notes(self) -> Sequence[str]:
@@ -250,18 +250,18 @@ class Executor(_Part, ABC):
     """
 
     options: type[Any] | None = None
-    """Dataclass whose fields are the node's keys. None: the parameters of ``plan`` are the keys."""
+    """Dataclass whose fields are the keys below ``executor``; None: ``plan``'s parameters are."""
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
-        """Called when a configuration is composed; raises ``UserError`` for keys that are
-        incompatible with each other, with the clock or with tracing.
+        """Raises ``UserError`` if ``keys``, the configuration's values below ``executor``, do not
+        fit each other, the clock or tracing. Called when a configuration is composed.
         """
 
     @classmethod
     def plan(cls, *models: Any, **keys: Any) -> ExecutorPlan:  # noqa: ARG003
-        """Plans the executor from a ``specdec.pairs.ModelPair`` and the configuration's values,
-        without weights.
+        """Plans the executor without loading weights, from a ``specdec.pairs.ModelPair`` and the
+        configuration's values below ``executor``.
         """
         raise UserError(f"{cls.__name__} has no method plan, which executor._target_ needs")
 
@@ -281,7 +281,7 @@ class Executor(_Part, ABC):
     """A node submitted in step s is answered by the collect of step s + latency - 1. None: answers
     arrive at any time and in any order."""
     in_flight: int = 1
-    """Largest number of unanswered batches; equals the latency if there is one."""
+    """Largest number of batches processed at the same time; equals the latency if there is one."""
     hidden: tuple[HiddenName, ...] = ()
     """Hidden states that answers contain; sources that need other ones are refused."""
     early_hidden: tuple[HiddenName, ...] = ()
@@ -313,9 +313,7 @@ class Executor(_Part, ABC):
         """
 
     def ready(self) -> bool:
-        """Returns whether the step's work is done or, without a latency, answers have arrived.
-        Default: always.
-        """
+        """Returns whether the step's work is done or, without a latency, answers have arrived."""
         return True
 
     def due_s(self) -> float | None:
@@ -338,11 +336,13 @@ class Executor(_Part, ABC):
         """Releases processes and memory; called once, also after an error."""
 
     def reports(self) -> Sequence[dict[str, Any]]:
-        """Returns per other process: "clock" (a ``ClockReport``), "rows" computed, "bytes_sent"."""
+        """Returns a dict for each other process. Keys: "clock" (a dict of the fields of its
+        ``ClockReport``), "rows" (number of rows that it computed), "bytes_sent", and maybe more.
+        """
         return ()
 
     def draft_reports(self) -> Sequence[dict[str, Any]]:
-        """Returns the same as ``reports`` for processes that share the draft model."""
+        """Returns such a dict (``reports``) for each other process that runs part of the draft."""
         return ()
 
     @property
@@ -374,7 +374,7 @@ class Verifier(ABC):
         """Returns one verdict per request of ``requests``, whose roots have all been answered.
 
         A verdict follows the target's tokens in the tree (``TokenTree.answers``, ``target_probs``,
-        ``hidden``) from the root to the last answered node; the next step's verdict continues.
+        ``hidden``) from the root to the last answered node; a later verdict continues there.
         """
 
 

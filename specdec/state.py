@@ -89,9 +89,9 @@ class RequestState:
         output: emitted tokens.
         output_origins: index of the source that proposed each output token, or ``TARGET_ORIGIN``.
         emitted_s: time of each output token, in seconds of the run's clock.
-        finish_reason: "eos", "stop_string", "length" or "cancelled"; None until then.
+        finish_reason: "eos", "stop_string", "length" or "cancelled"; None while unfinished.
         prefill_sent: number of prompt tokens submitted to the target so far.
-        max_cached: entries that each cache of the target reserves for prompt, output and tree.
+        max_cached: number of KV entries (prompt, output, tree) that each target cache reserves.
         last_kind: kind of the last commit; None before the first.
     """
 
@@ -104,8 +104,8 @@ class RequestState:
         sampling: SamplingParams,
         arrival_s: float = 0.0,
     ) -> None:
-        """Creates a request whose tree has only the root, the last token of ``prompt`` (int64[T],
-        T >= 1). The request's random numbers depend on ``request_id``.
+        """Creates a request that arrives at clock time ``arrival_s``. Its tree has only the root,
+        the last token of ``prompt``, int64[T >= 1]; ``request_id`` keys its random numbers.
         """
         if not len(prompt):
             raise ValueError(
@@ -162,7 +162,7 @@ class RequestState:
         return np.concatenate([self.tokens, self.tree.tokens[self.tree.path(slot)[1:]]])
 
     def emit(self, token: int, origin: int, at_s: float) -> None:
-        """Appends one output token, and sets ``finish_reason`` if it completes the request."""
+        """Appends a token decided at time ``at_s``; sets ``finish_reason`` if it is the last."""
         self._tokens[self._num_tokens] = token
         self._num_tokens += 1
         self.output.append(token)
@@ -261,8 +261,8 @@ class DecodeState:
         return [request for request in self.requests.values() if request.tree.answered[0]]
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
-        """Emits tokens, moves the roots, updates counters and ends the step. Raises RuntimeError
-        after 10,000 consecutive steps without a verdict or prefill.
+        """Emits the verdicts' tokens, moves the roots and ends the step; returns a commit per
+        verdict. Raises RuntimeError after 10,000 consecutive steps without a verdict or prefill.
         """
         live = self.requests.values()
         if len(verdicts) < len(live):

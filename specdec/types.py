@@ -35,11 +35,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Node ids of one or more requests. Results have one row per node, in the order of ``items``
-    (*packed order*).
+    """Node ids of one or more requests. Arrays about these nodes have one row per node, in the
+    order of ``items`` (*packed order*).
 
     Attributes:
-        items: (request id, node ids int64[W_r]) per request, each at most once.
+        items: one pair (request id, node ids int64[W_r]) per request.
     """
 
     items: tuple[tuple[int, IntArray], ...] = ()
@@ -48,7 +48,7 @@ class Nodes:
         return sum([len(ids) for _, ids in self.items])
 
     def packed(self) -> Iterator[tuple[int, IntArray, slice]]:
-        """Yields for each request: id, node ids int64[W_r], and the slice of its packed rows."""
+        """Yields per request (id, node ids int64[W_r], slice of their rows in packed order)."""
         start = 0
         for request_id, ids in self.items:
             stop = start + len(ids)
@@ -113,7 +113,7 @@ class Candidates:
 
     def spread(self, mask: BoolArray) -> Candidates:
         """Returns candidates of W nodes, with this object's rows at the true entries of ``mask``,
-        bool[W]; other nodes get no candidates and, if there are ``probs``, uniform ones.
+        bool[W]. The other nodes get no candidates; their ``probs``, if there are any, are uniform.
         """
         num_nodes = len(mask)
         full = Candidates.empty(num_nodes, self.tokens.shape[1])
@@ -167,9 +167,9 @@ class Needs:
         early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
         further_exits: number of layers before each further exit, besides the pair's exit layer.
-        real_nodes: ``expand`` must receive nodes of the requests' trees, not of a source's own.
-        all_answers: the target's tokens after all answered nodes; else, under ``Lossless.TOKEN``,
-            an executor may omit those after nodes off the target's path (``Answers.tokens``).
+        real_nodes: ``expand`` must receive nodes of the requests' trees, not of scratch trees.
+        all_answers: the target's next token after every answered node. If False, an executor may,
+            under ``Lossless.TOKEN``, omit it for nodes off the target's path (``Answers.tokens``).
     """
 
     target_probs: bool = False
@@ -199,8 +199,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorPlan:
-    """Properties of an executor before it is built; ``placements`` maps a model's name to where it
-    runs.
+    """Properties of an executor that is not built yet. ``latency`` and ``in_flight`` are those of
+    ``Executor``; ``placements`` maps a model's name to where it runs.
     """
 
     latency: int | None
@@ -209,7 +209,7 @@ class ExecutorPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, not counting the controller."""
+        """Number of ranks (devices), without rank 0, the controller."""
         return max(rank for placement in self.placements.values() for rank in placement.ranks)
 
 
@@ -220,9 +220,9 @@ class TreeRows:
     Attributes:
         prefix_len: number of committed tokens before the root at submission.
         tokens: int64[W].
-        paths: int64[D, W], from which caches derive masks. Row i has the ids of the nodes'
-            ancestors i levels above (row 0: their own), up to the root at submission; ``NO_NODE``
-            beyond it.
+        paths: int64[D, W], from which caches derive attention masks. Row 0 has the nodes' own ids,
+            row i the ids of their ancestors i levels above, up to the root at submission, and
+            ``NO_NODE`` above that root.
     """
 
     request: int
@@ -364,8 +364,8 @@ class Answers:
     """The target's next tokens after nodes of one request.
 
     Attributes:
-        tokens: int64[A], the target's own next token after each node;
-            ``NO_TOKEN`` for nodes off the path of these tokens (``Needs.all_answers``).
+        tokens: int64[A], the target's own next token after each node; ``NO_TOKEN`` where the
+            executor omits it (``Needs.all_answers``).
         probs: float64[A, V], distributions after sampling transforms, if a part needs them.
         hidden: name -> [A, E], in the target's dtype, if a part needs them.
     """
@@ -421,9 +421,9 @@ class Output:
         answers: answers that arrived in this step, also those to earlier batches; a request may
             have several.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.
-        prompts: hidden states of prefill chunks: ``Needs.hidden`` of chunks that left the target,
-            and ``Needs.early_hidden`` of those that passed the layer, as separate entries.
-        early: ``Needs.early_hidden`` of nodes that passed the layer in this step.
+        prompts: hidden states of prefill chunks; separate entries for those that ``Needs.hidden``
+            lists (chunk left the target) and ``Needs.early_hidden`` lists (chunk passed the layer).
+        early: hidden states that ``Needs.early_hidden`` lists, of nodes that passed the layer now.
     """
 
     step: int
@@ -438,9 +438,9 @@ class Verdict:
     """A verifier's decision for one request.
 
     Attributes:
-        accepted_ids: int64[D], the accepted path below the root, all of it answered.
+        accepted_ids: int64[D], ids of the accepted nodes, a path below the root; all are answered.
         next_token: the correction or bonus token; if a batch is one level, the root's next token.
-        num_verified: number of draft tokens tested: accepted ones and the last node's children.
+        num_verified: number of accepted nodes plus rejected children of the path's last node.
     """
 
     request: int
@@ -452,8 +452,8 @@ class Verdict:
 class CommitKind(StrEnum):
     """Whether a node of the tree has the committed next token.
 
-    ``HIT``: a node has it and becomes the root; its subtree survives. ``MISS``: no node has it; the
-    tree is discarded and a new root is created.
+    ``HIT``: a node has it and becomes the root; its subtree survives. ``MISS``: no node has it, or
+    ``DecodeState.first_alone`` applies; the tree is discarded and a new root is created.
     """
 
     HIT = "hit"
@@ -464,19 +464,19 @@ class CommitKind(StrEnum):
 class Commit:
     """The state change of one request at the end of a step.
 
-    Parts that store data per node map the stable ids to their own slots; applying a commit of the
-    same ``step`` again changes nothing.
+    Parts that store data per node find it by node id. They must ignore a second call with a commit
+    of the same request and ``step``.
 
     Attributes:
         retired_ids: int64[D + 1], the old root and the accepted nodes in path order.
-        retired_tokens: int64[D + 1].
+        retired_tokens: int64[D + 1], the tokens of these nodes.
         root_id: node id of the new root, whose token is ``next_token``; a fresh id on a miss.
         prefix_len: number of committed tokens before the new root.
         kept_ids: int64[M], sorted ids of the surviving nodes, including the new root.
-        num_examined: number of submitted nodes, except the retired ones, that pruning examines.
+        num_examined: number of submitted nodes without the retired ones; pruning examines them.
         finished: the request is complete; ``close`` follows.
-        hidden: name -> [D + 1, E], states of the retired nodes if needed; not sent to other
-            processes.
+        hidden: name -> [D + 1, E], hidden states of the retired nodes if a part needs them; not
+            sent to other processes.
     """
 
     request: int
@@ -510,8 +510,8 @@ class Commit:
 class NodeMap(Generic[Value]):
     """Stores a value per live node of open requests, by node id.
 
-    A commit removes the values of retired and pruned nodes. Applying it again does not remove
-    values of nodes that were created in between.
+    A commit removes the values of all nodes that are not in its ``kept_ids``. Applying the same
+    commit a second time removes nothing.
     """
 
     def __init__(self) -> None:

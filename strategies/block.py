@@ -30,9 +30,9 @@ from specdec.types import BoolArray, Candidates, Commit, FloatArray, IntArray, N
 
 @dataclass(slots=True)
 class _Draft:
-    """One request's target features so far, the drafter's context of them, and the root's block.
+    """One request's target features, their keys and values in the drafter, and the root's block.
 
-    ``rows``, [M, E], are the drafter's outputs in this block; None until it was computed.
+    ``rows``, [M, E], are the drafter's outputs in that block; None until it is computed.
     """
 
     features: Features
@@ -54,9 +54,9 @@ class BlockSource(ModelSource):
         clock: the run's clock, which counts each request's block as one pass of the draft model.
         meter: measures the drafter's passes under the name "block".
         head: folder of a DFlash or DSpark drafter for the target; None: an untrained one.
-        untrained: kind of the untrained drafter.
-        confidence: nodes get candidates while the product of the confidence head's estimates along
-            their path is at least this; 0: always.
+        untrained: architecture of the untrained drafter.
+        confidence: a node gets candidates only if the product of the confidence head's estimates
+            along its path is at least this. 0 sets no limit.
         sample: sample candidates and return their distribution, for rejection verifiers.
     """
 
@@ -124,7 +124,7 @@ class BlockSource(ModelSource):
         self._drafts.pop(request_id, None)
 
     def _rows_of(self, request: RequestState, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, for each node, the row of the block for its children, and the node's token."""
+        """Returns (block row that predicts its children, token) of each node, int64[W] each."""
         tree = request.tree
         slots = tree.slots(ids)
         return tree.positions[slots] - tree.positions[0], tree.tokens[slots]

@@ -36,7 +36,7 @@ class Blocks(FreeDraft):
         return any(len(self.for_target(self.chains[r.id])) for r in requests)
 
     def for_target(self, chain: Chain) -> IntArray:
-        """Returns int64[W]: slots of the nodes to submit: a new root and complete blocks."""
+        """Returns int64[W]: slots of the nodes to submit, a new root and complete blocks."""
         waiting = np.flatnonzero(chain.request.tree.submitted_at < 0)
         num_roots = int(len(waiting) > 0 and waiting[0] == 0)  # it does not wait for a block
         rest = len(waiting) - num_roots

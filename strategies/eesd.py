@@ -2,7 +2,7 @@
 
 The target's first E layers and an exit head draft ``gamma`` tokens, then all of them pass the other
 layers at once. With ``max_gamma`` the number of drafted tokens is drawn by Thompson sampling ("EESD
-w. TS", Table 2; Liu et al. 2024, arXiv 2406.03853). PPSD gives no details; this is our reading.
+w. TS", Table 2; Liu et al. 2024, arXiv 2406.03853). PPSD states no details of its sampling.
 """
 
 from collections import defaultdict

@@ -74,8 +74,8 @@ class MedusaSource(ModelSource):
             square matrix, E / V of an output head, is ignored.
         meter: measures the heads' passes under the name "medusa".
         heads: number of heads, which is the number of tokens predicted after the root.
-        temperature: that of the heads' distributions, by whose products nodes are ranked; sampled
-            candidates ignore it. Default: the request's, 1 if greedy.
+        temperature: temperature of the heads' distributions, whose products rank the nodes; not
+            used if candidates are sampled. Default: the request's temperature, or 1 if greedy.
         sample: sample candidates and return their distribution, for rejection verifiers.
     """
 

@@ -1,7 +1,7 @@
 """Several exits of the target, one chosen for each token (PPSD, arXiv 2509.19368, B.3).
 
-PPSD names this as future work without a rule; ours is in ``MultiExitSource``. With ``gamma`` the
-drafts are verified afterwards (EESD), without ``gamma`` while drafting (PPSD).
+PPSD names this as future work; ``MultiExitSource`` has this project's rule for the choice. Preset
+``eesd_multi`` verifies after drafting (EESD), ``ppsd_multi`` while drafting (PPSD).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from specdec.types import BoolArray, Candidates, Commit, IntArray, NodeMap, Node
 class MultiExitSource(ExitSource):
     """Takes each token from the first exit that no later exit is expected to improve on.
 
-    PPSD B.3 states no rule for the choice; the rule is ours. An exit's saving weighs its expected
+    PPSD B.3 states no rule, so this project's is used. An exit's *saving* weighs its expected
     acceptance (``ExitChances``) against its depth: by PPSD's Eq. 6 in a pipeline (``ppsd_saving``),
     by Eq. 4 if drafts are verified afterwards (``eesd_saving``). The token is taken from the first
     exit whose saving, given its own confidence, no later exit is expected to exceed.
@@ -121,7 +121,7 @@ class MultiExitSource(ExitSource):
                     tops[at] = int(best[row]), min(1.0, float(sure[row]))
 
     def _prefers_later(self, state: DecodeState, nodes: Nodes, at: int) -> BoolArray:
-        """Returns bool[W]: for which nodes an exit later than ``at`` is expected to be better."""
+        """Returns bool[W]: for which nodes a later exit than ``at`` is expected to save more."""
         later_is_better = []
         for request_id, ids in nodes.items:
             tops, chances = self._tops[request_id], self._chances[request_id]

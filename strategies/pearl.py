@@ -34,9 +34,9 @@ class Pearl(TreePolicy):
     executor of N steps per answer, each step runs its share of these draft passes.
 
     Args:
-        gamma: draft tokens per round. "ratio": target / draft time in the latency profile, rounded
-            (the paper's choice); "until_ready": until the target's pass has ended, at least one;
-            "auto": "ratio", or 6 without a profile.
+        gamma: draft tokens per round. "ratio" is target time / draft time in the latency profile,
+            rounded (the paper's choice). "until_ready" drafts until the target's pass has ended, at
+            least one token. "auto" is "ratio", or 6 without a profile.
         max_gamma: upper limit of ``gamma`` where it is not given as a number.
         latency: steps of the executor from submission to answer.
     """

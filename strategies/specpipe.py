@@ -1,8 +1,8 @@
 """SpecPipe (arXiv 2504.04104 v2): a pipeline that receives one level of a dynamic tree per step.
 
-Token source: a draft model on its own rank (3.3.1). Tree: fixed width (3.3.3). Steps: compute,
-prune, transmit (3.3.2 and Algorithm 1, reconstructed). Deviations are in docs/specpipe.md.
-``pipedec`` is the first version of the paper.
+A draft model on its own rank (3.3.1) proposes a tree of fixed width (3.3.3). Each step computes,
+prunes and transmits (3.3.2 and Algorithm 1, reconstructed). Deviations are in docs/specpipe.md.
+The preset ``pipedec`` follows the first version of the paper.
 
 The verifiers are lossy (3.4): the output's distribution is not the target's. For greedy
 requests ``TokenTree.target_probs`` are those at temperature 1: a one-hot distribution would turn

@@ -185,7 +185,7 @@ class AdaptiveWidth(TreePolicy):
             )
 
     def _step_times(self, sizes: IntArray) -> FloatArray:
-        """Returns float64[width], in any unit: a step's time at each of the node numbers."""
+        """Returns float64[width], in any unit: a step's time for each node number in ``sizes``."""
         if self.profile is not None:
             return np.array([self._step_ms(num) for num in sizes.tolist()])
         if not self._fitted.sums[0]:
@@ -193,7 +193,7 @@ class AdaptiveWidth(TreePolicy):
         return np.maximum(self._fitted.at(0.0), 1e-9) + self._fitted.slope * sizes
 
     def _mean_omitted(self, omitted: FloatArray, levels: list[_WidthLevel]) -> FloatArray:
-        """Returns float64[width]: mean of the total omitted probability, by nodes per request."""
+        """Returns float64[width]: running mean of ``omitted``, summed over the current requests."""
         each = omitted / len(levels)
         if self._omitted is None:
             self._omitted = each
@@ -202,21 +202,21 @@ class AdaptiveWidth(TreePolicy):
 
 
 def _step_ms(profile: LatencyProfile, num: int) -> float:
-    """Returns a step's time in ms: compute (the draft runs beside the stages), prune, transmit."""
+    """Returns the ms of a step of ``num`` nodes: max(stage, parallel draft), prune and transmit."""
     ms = profile.ms
     stage = ms(Work.STAGE, num) + ms(Work.HEAD, num)
     return max(stage, ms(Work.DRAFT, num)) + ms(Work.PRUNE, num) + ms(Work.TRANSFER, num)
 
 
 class RankCalibration:
-    """Corrects draft probabilities, per rank in a level, by how many such nodes the target took.
+    """Corrects draft probabilities, per rank in a level, by how often the target took such nodes.
 
     A draft's probabilities are least reliable in the last ranks of a level, because the draft
     describes a distribution, while a greedy or sharpened target follows its peaks.
 
     A node's *share* is its probability given that the path passes through the level above, because
     levels below a miss are not counted. A bin covers the ranks 1, 2-3, 4-7, ...; a bin's correction
-    is the number of its nodes on the path divided by the sum of its shares.
+    is the number of its nodes on the path divided by the sum of its shares. Rank 1 is the best.
     """
 
     def __init__(self) -> None:

@@ -63,12 +63,12 @@ class Ssd(TreePolicy):
     executor of N steps per answer, each step runs its share of these passes.
 
     Args:
-        gamma: draft tokens per target pass. "auto": as many that gamma + 1 draft passes fit into a
-            target pass by the latency profile, at most 8; 4 if there is no profile.
+        gamma: draft tokens per target pass. "auto" is the largest number up to 8 for which gamma +
+            1 draft passes fit into a target pass by the latency profile; 4 without a profile.
         outcomes: number of outcomes to prepare for, which are the rows of a draft pass.
         acceptance, power: shape of the fan-out, see ``fan_outs``.
-        spend: "shares": the F_k best candidates after each accepted length k, as published.
-            "scores": the best over all lengths by the draft's probability of the outcome; this
+        spend: "shares" takes the F_k best candidates after each accepted length k, as published.
+            "scores" takes the best over all lengths by the draft's probability of the outcome; this
             selects by value, so rejection verifiers cannot be used.
         latency: steps of the executor from submission to answer.
     """
@@ -128,7 +128,7 @@ class Ssd(TreePolicy):
         self._passes.pop(request_id, None)
 
     def _leaves(self, request: RequestState) -> IntArray:
-        """Returns slots: in a round's first pass the chain's end, later the outcomes' ends."""
+        """Returns slots to expand: the chain's end in a round's first pass, then outcomes' ends."""
         tree = request.tree
         is_leaf = ~tree.expanded & (tree.positions < last_position(request))
         first = self._passes[request.id] == 0

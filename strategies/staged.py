@@ -1,9 +1,9 @@
 """Staged speculative decoding (arXiv 2308.04623): an n-gram model speeds up the draft itself.
 
-Token tree: section 3.1; the paper states no shape, ours has second choices near the root, where
-acceptance is likeliest. Second stage: section 3.2, a Katz back-off model counted from samples of
-the draft; the tree is the one that the draft alone would have built. Deviation: the preset's
-verifier is ``match`` instead of the paper's rejection.
+Token tree (section 3.1): the paper states no shape; the preset's has second choices near the root,
+where acceptance is likeliest. Second stage (section 3.2): a Katz back-off model counted from
+samples of the draft; the tree is the one that the draft alone would have built. Deviation: the
+preset's verifier is ``match`` instead of the paper's rejection.
 
 The draft and the cheaper source work in a *scratch tree* beside the request's real tree. The
 scratch tree has the same committed tokens, and the nodes that the draft has computed: expanded

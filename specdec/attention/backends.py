@@ -27,8 +27,8 @@ from specdec.errors import UserError
 class Attention(StrEnum):
     """Implementations of attention; none is an approximation.
 
-    ``DENSE``: one torch call over all cache slots with one mask. ``FLASH``: flash-attn; for trees,
-    over the prefix only, merged with torch over the tree (PipeDec Alg. 1). ``TRITON``: one kernel.
+    ``DENSE``: one torch call over all cache slots with one mask. ``FLASH``: flash-attn, merged with
+    torch's attention to the tree, if any (PipeDec Alg. 1). ``TRITON``: one Triton kernel.
     """
 
     DENSE = "dense"
@@ -37,8 +37,8 @@ class Attention(StrEnum):
 
 
 def auto_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """Returns ``TRITON`` on GPUs that can run it, else ``DENSE``: Triton uses all
-    multiprocessors, torch with a mask only one per key/value head and block of rows.
+    """Returns ``TRITON`` on GPUs that can run it, else ``DENSE``. The Triton kernel uses all
+    multiprocessors; torch with a mask uses only one per key/value head and block of rows.
     """
     if device.type == "cuda" and support.triton_problem(device, dtype) is None:
         return Attention.TRITON
@@ -66,8 +66,8 @@ def attention_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> Ker
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scaling: float | None
 ) -> Tensor:
-    """Runs flash-attn, which has only causal masks: for a chunk of a prompt over all slots, else
-    over the prefix. Torch then attends to the tree, and both are merged (PipeDec Alg. 1).
+    """Computes attention by flash-attn, which has only causal masks. It suffices for prompts; for
+    trees it covers the prefix, torch covers the tree, and both are merged (PipeDec Alg. 1).
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -103,7 +103,7 @@ def flash_attention(
 def masked_lse(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention and its log-sum-exp [1, H, R]; ``visible``: bool[R, C], None: all slots."""
+    """Returns attention and log-sum-exp [1, H, R] over ``visible`` slots, bool[R, C]; None: all."""
     scores = scores_of(query, key, scaling).to(accumulator(query.dtype))
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

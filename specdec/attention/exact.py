@@ -1,4 +1,4 @@
-"""Attention whose bits for a row do not depend on the pass's other rows: ``model.exact=true``.
+"""Attention that gives a row the same bits beside any other rows of a pass (``model.exact=true``).
 
 A row's keys are taken in the order of their positions (the prefix, then the tree's part of its
 path) and cut into blocks at multiples of ``BLOCK`` positions. Products over a block have the same
@@ -38,7 +38,7 @@ _REGISTERS = 64  # elements: two 512-bit registers of 16-bit numbers
 
 @dataclass(slots=True)
 class Context:
-    """The keys that the rows of one request see, by position."""
+    """Where the keys are that the rows of one request see, in the order of their positions."""
 
     positions: Tensor  # int64[R], absolute positions of the rows
     # number of leading blocks in which the key of position ``p`` is in slot ``p`` for every row
@@ -51,9 +51,9 @@ class Context:
     _masks: dict[tuple[bool, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, *, own: bool, window: int | None) -> Tensor | None:
-        """Returns a bool mask, true at keys that a row must not see; None if it may see all. It
-        covers the keys in ``slots`` if ``own``, else the leading blocks, and broadcasts with
-        scores [G, U, N, R / U, P, B].
+        """Returns a bool mask, true at keys that are later than a row or out of its sliding window
+        of ``window`` positions (None: no window); None if there are no such keys. It covers keys in
+        ``slots`` if ``own``, else the leading blocks, and broadcasts with [G, U, N, R / U, P, B].
         """
         key = (own, window)
         if key not in self._masks:
@@ -126,7 +126,7 @@ class ExactPlan(PassPlan):
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, context: Context, options: ScoreOptions
 ) -> Tensor:
-    """Computes attention [R, H, D] for query [H, R, D] over keys and values [G, n, D] by slot."""
+    """Computes attention [R, H, D] for query [H, R, D] over keys, values [G, n, D] of all slots."""
     (heads, num_rows, size), groups = query.shape, len(key)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = size**-0.5 if options.scaling is None else options.scaling
@@ -153,8 +153,8 @@ def exact_attention(
 def _key_sets(
     key: Tensor, value: Tensor, context: Context, dtype: torch.dtype
 ) -> Iterator[tuple[bool, Tensor, Tensor]]:
-    """Yields the leading blocks, then each row's own keys, if any: (own, keys [G, U, N, B, D],
-    values [G, U, N, B, D + ones]), where U is R if ``own`` and else 1.
+    """Yields (own, keys [G, U, N, B, D], values [G, U, N, B, D + ``_ONES``]) for the blocks that
+    all rows share (own is False, U = 1), then for each row's own keys (True, U = R), if any.
     """
     if context.num_blocks:
         num_slots, width = context.num_slots, context.num_blocks * BLOCK
@@ -209,8 +209,8 @@ class _KeySet:
         return self.rows.amax(-1).amax(2).flatten(1, 2)  # two steps: faster than both at once
 
     def weighted(self, top: Tensor) -> Iterator[Tensor]:
-        """Yields, for each block of keys, sums of weighted values and of weights, [G, R, P, D +
-        ones], after subtracting the largest scores ``top`` [G, R, P] from the scores in place.
+        """Yields, for each block of keys, the sums of weighted values and of weights in one tensor
+        [G, R, P, D + ``_ONES``]. Subtracts the largest scores ``top`` [G, R, P] in place first.
         """
         groups, num_sets, _, num_rows, per_group, _ = self.rows.shape
         self.rows.sub_(top.view(groups, num_sets, 1, num_rows, per_group, 1))
@@ -227,7 +227,7 @@ def padded_rows(num: int) -> int:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Applies an elementwise function so that an element has the same bits in every tensor.
+    """Applies an elementwise function so that a result's bits do not depend on the index.
 
     On a CPU torch computes exp, tanh and the like in vector registers, but what is left over at the
     end of a tensor, or of a thread's share, by scalar functions, whose last bit may differ. Pieces
@@ -245,7 +245,7 @@ def in_pieces(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def row_ranges(rows: Sequence[Rows], size: int) -> Iterator[list[Rows]]:
-    """Cuts packed rows into parts of ``size`` rows; the last part may be smaller."""
+    """Yields packed rows in parts (lists of ``Rows``) of ``size`` rows; the last may be smaller."""
     current: list[Rows] = []
     room = size
     for part in rows:

@@ -1,4 +1,4 @@
-"""Functions that return why Triton or flash-attn cannot run here, or None if it can."""
+"""Functions that return why Triton or flash-attn cannot run on a device, or None if it can."""
 
 import os
 from importlib import import_module
@@ -48,5 +48,5 @@ def require(problem: str | None, setting: str) -> None:
 
 
 def interpreting() -> bool:
-    """Returns whether Triton interprets kernels that are defined now, as TRITON_INTERPRET says."""
+    """Returns whether TRITON_INTERPRET is set: Triton interprets kernels defined from now on."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"}

@@ -1,9 +1,9 @@
 """Key-value caches of requests, and tree attention over them as transformers' attention function.
 
 The cache of a request is a prefix region, then a tree region (PipeDec 3.4.2). Slot ``s <
-cached_len`` stores the committed token at position ``s``. The entries of the tree region follow in
-any order: the ancestors that come with a row determine what it sees (SwiftSpec 3.2), so a commit
-may move entries from the end into the slots of dropped ones.
+cached_len`` belongs to the committed token at position ``s``. The entries of the tree region follow
+in any order: a row (token of a pass) comes with the ids of its ancestors, which determine what it
+sees (SwiftSpec 3.2), so a commit may move entries from the end into the slots of dropped ones.
 
 Invariant: after each commit the prefix region equals a fresh forward over the first ``cached_len``
 committed tokens, and each entry of the tree region equals a fresh forward over its path.
@@ -53,7 +53,7 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Shape, dtype and device of the caches of one runner (L: layers of its slice)."""
+    """Shape, dtype and device of the caches of one ``ModelRunner``, for the layers that it runs."""
 
     num_layers: int
     num_kv_heads: int
@@ -67,11 +67,11 @@ class CacheSpec:
 
 
 Store = Callable[[int, Tensor, Tensor], Pair]
-"""Function (layer, key, value): writes a pass's rows [1, G, R, D], returns slots [1, G, n, D]."""
+"""Function (layer, key, value) that stores rows [1, G, R, D] and returns all slots [1, G, n, D]."""
 
 
 Buffers = tuple[Tensor, Callable[[], None]]
-"""Keys and values as ``layer_views`` of at least n slots, and a function to call after the pass."""
+"""Keys and values [2 L, 1, G, n or more, D], and a function that must be called after the pass."""
 
 
 def _nothing() -> None:
@@ -79,13 +79,13 @@ def _nothing() -> None:
 
 
 class Contiguous:
-    """Storage of a cache in one tensor [L, 2, G, C, D]; ``layers`` is its ``layer_views``."""
+    """Stores a cache in ``tensor`` [L, 2, G, C, D]; ``layers`` is its view [2 L, 1, G, C, D]."""
 
     def __init__(
         self, *, make: Callable[[int], Tensor], capacity: int, growth: float = _GROWTH
     ) -> None:
-        """``make`` allocates a tensor [L, 2, G, slots, D] for a number of slots; a full tensor is
-        replaced by one that is larger by at least the fraction ``growth``.
+        """Allocates ``capacity`` slots by ``make``, which maps a number of slots to a new tensor
+        [L, 2, G, slots, D]. ``growth``: least relative increase when a full tensor is replaced.
         """
         self._make = make
         self._growth = growth
@@ -123,7 +123,7 @@ class Contiguous:
         self.tensor.index_copy_(3, to_device(targets, self.tensor.device), there)
 
     def trim(self, used: int) -> None:
-        """Does nothing: the slots beyond the first ``used`` cannot serve other requests."""
+        """Does nothing: no other request can use the slots of this tensor beyond ``used``."""
 
     def _allocate(self, capacity: int) -> None:
         self.tensor = self._make(capacity)
@@ -244,7 +244,7 @@ EMPTY: IntArray = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows of one request in one pass; the first row gets slot ``start`` of ``cache``."""
+    """The rows (tokens) of one request in one pass; row i gets slot ``start`` + i of ``cache``."""
 
     cache: TreeCache
     tokens: IntArray  # int64[R], prefix rows first, then tree nodes
@@ -267,11 +267,11 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Returns the number of cache slots in use, including those of the rows."""
+        """Returns the number of cache slots in use, including the slots of these rows."""
         return self.start + len(self.tokens)
 
     def cut(self, start: int, stop: int) -> Rows:
-        """Returns the rows ``start`` .. ``stop`` - 1, which see the earlier ones in the cache."""
+        """Returns rows ``start`` .. ``stop`` - 1, for a pass after that of the rows before them."""
         num_prefix = max(0, min(stop, self.num_prefix) - start)
         # Nodes see all of the prefix, and so all of its rows: their columns are not masked.
         unmasked = self.num_prefix if start >= self.num_prefix else 0
@@ -290,11 +290,11 @@ class Rows:
 
 
 class TreeCache:
-    """Keys and values of one request in one runner, for all layers.
+    """Keys and values of one request, for all layers of one ``ModelRunner``.
 
     Attributes:
-        cached_len: number of committed tokens in the prefix region. ``rows`` already counts its
-            prefix tokens, although the runner's ``forward`` has yet to write them.
+        cached_len: number of committed tokens in the prefix region. ``rows`` adds its prefix tokens
+            to this number before the runner's ``forward`` has written their entries.
         node_ids: int64[T], node ids of the tree region, in slot order.
         node_positions: int64[T], their absolute positions.
     """
@@ -340,7 +340,7 @@ class TreeCache:
     # Growing.
 
     def rows(self, *, prefix_tokens: IntArray = EMPTY, tree: TreeRows | None = None) -> Rows:
-        """Reserves slots for the rows of one pass; ``ModelRunner.forward`` must follow.
+        """Reserves slots for the rows of one pass and returns them for ``ModelRunner.forward``.
 
         ``prefix_tokens``, int64[R - W], continue the prefix, with causal visibility; they need an
         empty tree region. A node of ``tree`` sees the prefix, its ancestors in the cache and in
@@ -375,7 +375,7 @@ class TreeCache:
         )
 
     def _append(self, tree: TreeRows, positions: IntArray) -> BoolArray:
-        """Adds W nodes to the tree region's T entries; returns what each sees, bool[W, T + W]."""
+        """Adds W nodes to T tree entries; returns which entries each node sees, bool[W, T + W]."""
         old = self.num_nodes
         ids = self.node_ids = np.concatenate([self.node_ids, tree.node_ids])
         self.node_positions = np.concatenate([self.node_positions, positions])
@@ -396,11 +396,11 @@ class TreeCache:
     # Shrinking.
 
     def commit(self, commit: Commit) -> None:
-        """Moves old root and accepted nodes to the prefix; drops all not in ``commit.kept_ids``.
+        """Moves old root and accepted nodes to the prefix; drops nodes not in ``commit.kept_ids``.
 
-        Nodes move in path order up to the first that has no entry; the tokens from there on must be
-        passed to ``rows`` as ``prefix_tokens``. One gather over all layers copies only entries that
-        change slots. A second call for the same step does nothing.
+        If the cache lacks some of the nodes to move, it moves those before the first such node and
+        empties the tree region; the remaining tokens must be passed to ``rows``. One gather over
+        all layers copies only entries that change slots. Repeating a step's call has no effect.
         """
         if commit.step <= self._step:
             return
@@ -434,7 +434,7 @@ class TreeCache:
         self._kv.trim(0)
 
     def _adoptable(self, commit: Commit) -> IntArray:
-        """Returns the entries, int64[M], that a commit moves into the prefix, in path order."""
+        """Returns indices of the tree entries that a commit moves to the prefix, in path order."""
         entries = {node: entry for entry, node in enumerate(self.node_ids.tolist())}
         adopted: list[int] = []
         position = commit.prefix_len - len(commit.retired_ids)
@@ -466,10 +466,10 @@ class ScoreOptions:
 
 
 class PassPlan:
-    """Tells the attention function and the runner's hooks what they need to know about a pass.
+    """Carries the data of one forward pass to the attention function and the runner's hooks.
 
     ``captured`` receives hidden states [1, sum R, E] by name; ``hidden``, [1, sum R, E], is the
-    input of a slice that is not the first.
+    input of a slice of layers that does not begin with the first layer, else None.
     """
 
     def __init__(self, *, first_layer: int, hidden: Tensor | None) -> None:
@@ -513,7 +513,7 @@ def tree_attention(
 def registered() -> str:
     """Registers ``tree_attention`` in transformers; returns its name there.
 
-    transformers is imported here, so that strategies can be composed and refused without it.
+    transformers is imported in this function, so that configurations are checked without it.
     """
     from transformers import AttentionInterface
 
@@ -522,8 +522,8 @@ def registered() -> str:
 
 
 class PassCache:
-    """Replaces transformers' cache. ``update`` only records the current layer (``layer`` within the
-    slice, -1 before the first); ``PassPlan.attend`` then writes keys and values.
+    """Replaces transformers' cache. ``update`` only sets ``layer``, the index of the current layer
+    in the slice (-1 before the first one); ``PassPlan.attend`` then writes keys and values.
     """
 
     is_compileable = False
@@ -546,8 +546,8 @@ class Visibility:
     """Which cache slots each row of a pass attends to, as tensors on the device.
 
     ``lengths``, int32[2], is (first, end): every row sees all slots before ``first`` and none from
-    ``end`` on. ``visible``, uint8[R, M], says which slots between them each row sees. Masks have
-    ``num_slots`` columns (C).
+    ``end`` on. ``visible``, uint8[R, M], says which slots in between each row sees. Masks have
+    ``num_slots`` columns (C) and the given ``dtype``.
     """
 
     lengths: Tensor
@@ -566,7 +566,7 @@ class Visibility:
         self.lengths = self.lengths.to(torch.int32)
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Returns an additive mask [R, C]: the minimum at slots unseen or out of ``window``."""
+        """Returns the additive mask [R, C] for a sliding window of ``window`` positions, if any."""
         if window not in self._masks:
             first, end = self.lengths[0], self.lengths[1]
             slots = torch.arange(self.num_slots, device=self.lengths.device)
@@ -583,11 +583,11 @@ class Visibility:
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
-"""Attention function (query, key, value, visibility, scaling) -> output."""
+"""Attention (query [1, H, R, D], key, value [1, G, C, D], visibility, scaling) -> [1, H, R, D]."""
 
 
 class RequestPart:
-    """One request's rows in a pass; masks have the dtype and device of the request's cache."""
+    """Attention of one request's rows, which are the ``columns`` (a slice) of a packed pass."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
         self.rows = rows
@@ -629,8 +629,8 @@ class RequestPart:
 
 
 def host_mask(rows: Rows, window: int | None) -> npt.NDArray[np.float32] | None:
-    """Returns the additive mask float32[R, n] for kernels that apply a causal mask themselves;
-    None if theirs suffices, because every row sees exactly the slots up to its own.
+    """Returns an additive mask float32[R, n] for a sliding window of ``window`` positions (None: no
+    window). Returns None if a causal mask suffices, which the kernel must apply itself.
     """
     if window is not None and int(rows.positions.max()) < window:
         window = None  # it would mask nothing
@@ -682,8 +682,8 @@ def dense_attention(
     scaling: float | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Calls torch's ``scaled_dot_product_attention`` with one mask [R, C] over all slots;
-    ``softcap`` is explained in ``capped_attention``.
+    """Computes attention [1, H, R, D] by torch's ``scaled_dot_product_attention`` with an additive
+    mask [R, C] over all slots (None: no mask), or by ``capped_attention`` if there is a softcap.
     """
     if softcap is not None:
         return capped_attention(query, key, value, mask, scaling, softcap)
@@ -707,8 +707,8 @@ def capped_attention(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Computes attention in elementary operations, because no kernel here supports soft caps:
-    scores s become softcap * tanh(s / softcap) (Gemma 2) unless ``softcap`` is None.
+    """Computes attention [1, H, R, D] in elementary operations; the fused kernels lack soft caps.
+    Unless ``softcap`` is None, scores s become softcap * tanh(s / softcap) (Gemma 2).
     """
     scores = scores_of(query, key, scaling)
     if softcap is not None:
@@ -720,7 +720,7 @@ def capped_attention(
 
 
 def scores_of(query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
-    """Returns the scaled scores [1, G, P, R, C]."""
+    """Returns scaled attention scores [1, G, P, R, C] for query [1, H, R, D], key [1, G, C, D]."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     grouped = rearrange(query, "b (g p) r d -> b g p r d", g=key.shape[1])
     return grouped @ rearrange(key, "b g c d -> b g 1 d c") * scale

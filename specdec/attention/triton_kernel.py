@@ -149,7 +149,7 @@ class TreeAttention:
     """Launches the kernel and owns scratch memory for the splits; use an object per CUDA stream."""
 
     def __init__(self, *, splits: int | None = None) -> None:
-        """``splits``: thread blocks per key/value head and block of rows; None: to fill the GPU."""
+        """``splits``: number of parts into which the context is cut; None: enough for the GPU."""
         self._splits = splits
         self._scratch: dict[
             tuple[object, ...], tuple[Tensor, Tensor, Tensor]
@@ -234,8 +234,8 @@ def _block(num_items: int, dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _splits(device: torch.device, items: int, most: int) -> int:
-    """Returns a number of splits of the context that fills the device, at most ``most``: a power
-    of two, because every different number compiles a kernel and allocates scratch memory.
+    """Returns into how many parts, at most ``most``, to cut the context so that ``items`` blocks
+    per part fill the GPU: a power of two, as each number compiles a kernel and allocates memory.
     """
     filling = _INTERPRETED_SPLITS
     if device.type == "cuda":

@@ -52,12 +52,12 @@ def certify(
     on_check: Callable[[Check], None] | None = None,
     fail_fast: bool = False,
 ) -> Report:
-    """Runs the checks on one configuration, the resolved one of ``specdec run`` as plain values.
+    """Runs ``checks`` (names, default all) on ``cfg``, a resolved configuration as plain values.
 
-    A check fails if the strategy raises in it; its detail names the error, or the check that met
-    the same error first. UserError: the configuration cannot be composed. ``build`` makes the parts
-    of a configuration for a pair of models; ``on_check`` is called after each check.
-    """
+    A check fails if the strategy raises in it; its detail names the error, or the check that met it
+    first. UserError: the parts cannot be composed. ``build`` makes them for a pair of models. With
+    depth "full", checks use more requests. ``fail_fast`` stops after a failed check. ``on_check``
+    is called after each check."""
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     start = perf_counter()

@@ -92,7 +92,7 @@ class Shadow:
 
 @dataclass(slots=True)
 class Watch:
-    """What one run has computed, submitted and proposed. Keys of nodes are (request, node id)."""
+    """What one run has computed, submitted and proposed; ``proposed`` is by (request, node id)."""
 
     shadows: list[Shadow] = field(default_factory=list)
     # each request's tree when last submitted, see ``_snapshot``
@@ -199,7 +199,7 @@ class Fresh:
         return torch.stack([self._entries[path] for path in paths])
 
     def state(self, tokens: IntArray, name: HiddenName) -> torch.Tensor:
-        """Returns [E]: the hidden state after ``tokens``."""
+        """Returns [hidden size]: the hidden state ``name`` at the last of ``tokens``."""
         key = name, tuple(tokens.tolist())
         if key not in self._states:
             path = torch.from_numpy(tokens).to(self._model.device)[None]

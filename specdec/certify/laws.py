@@ -168,7 +168,7 @@ NUM_PLACE_TESTS = 3 * len(ORDERS)
 def places(
     laws: tuple[FloatArray, FloatArray | None], token: int, rng: np.random.Generator
 ) -> FloatArray:
-    """Returns float64[O], a token's place in the target's CDF with tokens in each of ``ORDERS``.
+    """Returns float64[O], a token's position in the target's CDF with tokens in each of ``ORDERS``.
 
     ``laws`` are the distributions of target and draft, float64[V]. ``rng`` chooses the position
     within the token's own interval (a randomised probability integral transform), so positions are
@@ -188,9 +188,9 @@ def places(
 
 
 def place_evidence(outputs: Sequence[FloatArray]) -> Iterator[tuple[str, float]]:
-    """Yields (description, log e-value) of tests of CDF positions[T, O] (``places``) per output.
+    """Yields (description, log e-value) of tests of ``outputs``, CDF positions[T, O] by ``places``.
 
-    For each order of the vocabulary they test whether positions are uniform, and whether they
+    For each order of the vocabulary, tests whether positions are uniform, and whether they
     depend on the position one or two tokens before, as if tokens shared a random number.
     """
     for column, order in enumerate(ORDERS):

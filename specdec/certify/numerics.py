@@ -1,8 +1,8 @@
 """Checks the configured models with their dtype, backend and transport, greedy and sampled.
 
-Outputs are compared with plain decoding; ``oracle`` tells ties from faults. Plain decoding runs the
-torch model. Only for a quantised target in ONNX Runtime, which rounds activations as no torch model
-does, it runs the same session with one row per pass, and rounding is measured at each position.
+Outputs are compared with plain decoding; differences that rounding explains (*ties*, ``oracle``)
+are no faults. Plain decoding runs the torch model. Only a quantised target in ONNX Runtime rounds
+as no torch model does: there plain decoding runs this session row by row, and measures rounding.
 
 Under sampling the distribution is tested too (``configured_law``), by the e-values of ``laws`` for
 each token's position in the target's CDF after its prefix.
@@ -187,9 +187,9 @@ class _Favoured:
 
 
 def _law_cases(given: _Configured) -> dict[str, list[Case]]:
-    """Creates sampled requests with short, usual and long prompts, each prompt twice.
+    """Returns requests by name of their sampling, with short to long prompts, each prompt twice.
 
-    One sampling makes the last token ids likely; the very last one ends its requests.
+    One sampling makes the last token ids likely; its requests end at the very last id (EOS).
     """
     subject, vocab_size = given.subject, given.pair.vocab_size
     last = tuple(range(vocab_size - 3, vocab_size))
@@ -264,7 +264,7 @@ def _places(
     drafts: Mapping[tuple[int, ...], FloatArray],
     rng: np.random.Generator,
 ) -> FloatArray:
-    """Returns ``laws.places`` of an output's tokens, except those of reference probability 0."""
+    """Returns [tokens, ORDERS] positions by ``laws.places``, without tokens of probability 0."""
     found = []
     for at, (token, logits) in enumerate(zip(output, rows, strict=True)):
         prefix = (*case.prompt, *output[:at])
@@ -325,7 +325,7 @@ def exact_dtype(subject: Subject) -> Outcome:
 
 
 def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces the parts of ``cfg`` by those of plain decoding, whose output is the reference.
+    """Returns ``cfg`` with the parts of plain decoding, whose output is the reference.
 
     Tensor-parallel executors are kept, because the order of their sums is part of the reference.
     """

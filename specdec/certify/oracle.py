@@ -31,7 +31,7 @@ _WORD = 2**64 - 1
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Computes Philox4x64-10 (Salmon et al. 2011, section 3.3) on Python integers."""
+    """Returns four random 64-bit words by Philox4x64-10 (Salmon et al. 2011, section 3.3)."""
     a, b, c, d = counter
     first, second = key
     for _ in range(10):
@@ -97,7 +97,7 @@ def token_at(probs: FloatArray, draw: float) -> int:
 
 
 def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
-    """Returns why ``output`` is complete; None if it is not."""
+    """Returns why ``output`` is complete ("eos", "stop_string", "length"); None if it is not."""
     if output[-1] in stop.eos_ids:
         return "eos"
     if stop.stop_strings and stop.decode is not None:

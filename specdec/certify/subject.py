@@ -99,11 +99,11 @@ class Subject:
         return sampling_params(self.cfg["sampling"])
 
     def model(self, kind: str) -> dict[str, Any]:
-        """Returns the ``model`` section for a kind of test pair.
+        """Returns the configuration section ``model`` for a kind of test pair.
 
-        The draft of "mixed" predicts about half of the target's tokens, that of "perfect" all, with
-        more peaked distributions. "long" and "window" are like "perfect", the others like "mixed".
-        """
+        The draft predicts about half of the target's tokens in "mixed", "ties" (equal logits) and
+        "wide" (large vocabulary), and all, from more peaked distributions, in "perfect", "long"
+        (many positions) and "window" (sliding window; "window FAMILY" for another model family)."""
         kind, _, family = kind.partition(" ")
         section, perfect = dict(self.small["model"]), kind in ("perfect", "long", "window")
         section["draft_layers"] = int(section["num_layers"]) - (not perfect)
@@ -191,10 +191,10 @@ def decode_steps(
     state: Any = None,
     **sizes: int,
 ) -> Iterator[list[Commit]]:
-    """Decodes cases with a strategy and yields the commits of each step; fills ``outputs``.
+    """Decodes cases with a strategy, yields the commits of each step, fills ``outputs`` by case id.
 
-    ``sizes`` are ``batch_size`` and ``prefill_chunk`` of ``Parts.decode``. AssertionError: the loop
-    takes many more steps than any strategy needs.
+    ``sizes`` are ``batch_size`` and ``prefill_chunk`` of ``Parts.decode``. Raises AssertionError if
+    the loop takes many more steps than any strategy needs.
     """
 
     def finished(request: RequestState) -> None:
@@ -217,7 +217,7 @@ def decode_steps(
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError after ``seconds`` without a call of ``made_progress`` (main thread only)."""
+    """Raises TimeoutError if ``made_progress`` is not called for ``seconds`` (main thread only)."""
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
         yield
@@ -261,7 +261,7 @@ def _on_ranks(executor: Mapping[str, Any]) -> bool:
 
 
 def _shrink(executor: dict[str, Any]) -> int:
-    """Limits stages and tensor-parallel degrees in place; returns the stages' devices, 0 for none.
+    """Limits stages and tensor-parallel degrees in place; returns the number of stage devices or 0.
 
     More than ``MAX_STAGES`` in one process would run the same code again.
     """

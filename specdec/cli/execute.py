@@ -53,10 +53,10 @@ def run_in(
     *,
     table: str = "",
 ) -> tuple[Any, bool]:
-    """Calls ``folders.run_in`` and shows progress; returns the result, and whether it is new.
+    """Calls ``work`` unless ``folder`` is complete; returns the result, and whether it is new.
 
-    ``work`` is called with the ``Progress`` to which it reports. If the folder has the result
-    already, the folder's file named ``table`` is printed.
+    ``work`` is called with the ``Progress`` to which it reports. If the folder has the file
+    ``result`` already, this is read, and the folder's file named ``table`` is printed.
     """
 
     def shown() -> Any:

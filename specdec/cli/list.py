@@ -57,7 +57,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as it is written on a command line; of a list of parts only their number."""
+    """Returns a value as written on a command line, or "(N parts)" for a list of N parts."""
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         return f"({len(value)} parts)"
     return value if isinstance(value, str) else json.dumps(value)

@@ -100,7 +100,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _verify(job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool) -> Node:
-    """Certifies a job in its folder; ``keep``: returns a lossless verdict stored there instead."""
+    """Certifies a job, or if ``keep`` returns a lossless verdict that ``folder`` already has."""
     from specdec.certify import CHECKS, Report, print_report
     from specdec.certify.certify import certify
     from specdec.certify.report import RESULT_FILE

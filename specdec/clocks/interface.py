@@ -25,6 +25,8 @@ class Span:
     """One piece of work of one rank; times are on the clock that recorded it.
 
     Attributes:
+        kind: a value of ``Work``, such as "stage".
+        tokens: number of rows (tree nodes and prompt tokens) of the work.
         step: iteration of the decode loop.
         work_s: seconds of real work; 0 on a virtual clock.
     """
@@ -99,11 +101,7 @@ class ClockReport:
 
 @dataclass(slots=True)
 class DraftTime:
-    """Time of the controller's draft work, and how much of it runs while the target works.
-
-    Attributes:
-        hidden_s: the part of ``total_s`` during which a rank of the target was busy.
-    """
+    """Time of the controller's draft work; during ``hidden_s`` of it, the target was busy."""
 
     total_s: float = 0.0
     hidden_s: float = 0.0
@@ -152,7 +150,9 @@ class Clock(ABC):
 
     @abstractmethod
     def start(self, rank: int) -> None:
-        """Marks the start of work on the rank; on a wall clock, a later model call moves it."""
+        """Marks the start of work on the rank. On a wall clock, the first model call after this, if
+        any, counts as the start instead.
+        """
 
     @abstractmethod
     def charge(self, rank: int, kind: Work, num_tokens: int) -> None:
@@ -166,8 +166,8 @@ class Clock(ABC):
         """Delays the rank's next work until the work charged to ``to`` has ended."""
 
     def follow(self, rank: int, to: int) -> None:
-        """Does the same as ``align``; on a paced clock, the rank's next work also counts from the
-        planned time if the process wakes up late.
+        """Delays the rank's next work until the work charged to ``to`` has ended. A paced clock
+        counts that work from the planned time, even if the process wakes up later.
         """
         self.align(rank, to)
 

@@ -14,7 +14,7 @@ _HOST = torch.device("cpu")
 class Meter:
     """Sums the time of model calls (embedding to logits) and of waits declared by ``waiting``.
 
-    On a host, a call's time is wall time. On a CUDA device it is the time between two CUDA events,
+    On the CPU, a call's time is wall time. On a CUDA device it is that between two CUDA events,
     which are read when a sum is read, so that no call waits for the device.
 
     Attributes:
@@ -51,7 +51,7 @@ class Meter:
 
     @contextmanager
     def model(self, name: str, device: torch.device = _HOST) -> Iterator[None]:
-        """Times the block as one call of a model; makes a CUDA ``device`` current."""
+        """Times the block as one call of model ``name``; makes ``device`` current if it is CUDA."""
         if device.type != "cuda":
             start = perf_counter()
             yield

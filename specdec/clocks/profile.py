@@ -20,7 +20,7 @@ class Work(StrEnum):
     """Kinds of work that have a price in a latency profile.
 
     ``STAGE``: a pass of one stage. ``DRAFT``, ``MIDDLE``: a pass of that draft model. ``HEAD``: the
-    target's output head. ``EXIT``: an exit head with its output layer.
+    output head. ``EXIT``: an exit head. ``PRUNE``: dropping nodes. ``TRANSFER``: sending rows.
     """
 
     STAGE = "stage"
@@ -38,9 +38,9 @@ class CostCurve:
     """Cost in milliseconds as a function of the number of tokens, linear between the given points.
 
     Attributes:
-        tokens: increasing numbers of tokens, at least 1.
+        tokens, ms: the points: increasing numbers of tokens, and the cost in ms at each of them.
         block_tokens, block_ms: beyond the last point, each further block of ``block_tokens``,
-            partial or full, costs ``block_ms``. 0 extends the slope of the last segment.
+            partial or full, costs ``block_ms``. With 0 the last segment's slope is extended.
         devices: factor of the cost on each device of the pipeline (ranks 1, 2, ...), at most 1,
             since the curve is that of the slowest device; (): all devices are equal.
     """
@@ -80,7 +80,7 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """Times that work takes on a testbed (its costs); kinds of work without a curve take none."""
+    """Costs of work, the times it takes on a testbed; kinds of work without a curve cost 0."""
 
     name: str
     costs: Mapping[str, CostCurve] = field(default_factory=dict)

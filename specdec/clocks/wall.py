@@ -66,13 +66,13 @@ class MeasuredClock(WallClock):
             self.timeline.add(rank, kind.value, began, now - began, num_tokens, now - began)
 
     def align(self, rank: int, to: int) -> None:
-        """Does nothing."""
+        """Does nothing, because processes wait for each other's messages in real time."""
 
     def follow(self, rank: int, to: int) -> None:
         self.start(rank)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Does nothing."""
+        """Does nothing, because processes wait for each other's messages in real time."""
 
     def busy(self, rank: int) -> bool:
         return False

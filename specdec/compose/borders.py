@@ -145,7 +145,7 @@ function of the result, the vocabulary's size and the method's arguments that sa
 
 
 def guard(part: Any, label: str, vocab_size: int) -> None:
-    """Makes a part's method raise ``BrokenPart`` for a wrong result; ``label`` names the part."""
+    """Makes a part's checked method raise ``BrokenPart``, with ``label``, for a wrong result."""
     name, wanted, fault_of = next(of for base, of in _METHODS.items() if isinstance(part, base))
     method = getattr(part, name)
 

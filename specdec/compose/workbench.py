@@ -69,7 +69,7 @@ class Planned:
 
 
 def planned(cls: type[Executor], pair: ModelPair, **keys: Any) -> Planned:
-    """Plans an executor for ``Workbench.parts``, as in ``planned(LocalExecutor, pair)``."""
+    """Plans an executor of class ``cls`` for ``Workbench.parts``; ``keys`` configure it."""
     return Planned(cls, cls.plan(pair, **keys))
 
 
@@ -163,9 +163,9 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """Decodes ``requests`` in torch's inference mode and yields the commits of each step; the
-        arguments after ``state`` are those of ``FifoScheduler``.
-        """
+        """Decodes ``requests`` in torch's inference mode and yields the commits of each step. At
+        most ``batch_size`` requests are open, and at most ``prefill_chunk`` prompt tokens are in a
+        step. ``on_finish`` is called with each finished request."""
         scheduler = self.scheduler(
             requests=requests,
             parts=(self.policy, self.source, self.executor),
@@ -266,7 +266,7 @@ class Workbench:
         """Checks the parts of a strategy and builds its executor.
 
         Args:
-            executor: see ``planned``; default: the local executor.
+            executor: a result of ``planned``. Default: the local executor.
             stages: instead of ``executor``, the number of stages of a pipeline: one device each,
                 and one process each if the workbench has ``ranks``.
             serving: how requests share the target. Default: a step may have nodes of all requests.
@@ -310,7 +310,7 @@ class Workbench:
     def objects(
         self, kind: str, plan: ExecutorPlan, verifier: Verifier, serving: ServingRules
     ) -> Mapping[str, Callable[[], Any]]:
-        """Returns the objects that parts of a kind may request, name -> factory.
+        """Returns name -> factory of the objects that policies, sources or executors may request.
 
         The constructor of a policy or source requests an object by an argument of its name, an
         executor by an argument of ``build``. The parts are made in this order: plan of the
@@ -445,8 +445,8 @@ def plan_executor(node: Mapping[str, Any], pair: ModelPair) -> Planned:
 
 
 def _ranks(cfg: Mapping[str, Any], pair: ModelPair, clock: Clock) -> Ranks | None:
-    """Returns what starts the processes of a distributed executor; None if all run here, as
-    on a simulated clock, which computes the times of all ranks.
+    """Returns what starts the processes of a distributed executor; None if all stages run in this
+    process, as they do on a simulated clock, which computes the times of all ranks.
     """
     node = cfg["executor"]
     if node.get("transport") != "distributed" or clock.kind is ClockKind.SIMULATED:

@@ -1,6 +1,6 @@
 """Loads latency profiles (times of each kind of pass), and sets configuration values from them.
 
-These are costs for tensor-parallel degrees and the draft, and ``policy.d`` if it is a time ratio.
+It sets the costs for tensor-parallel degrees and the draft, and ``policy.d`` if it is a time ratio.
 """
 
 from pathlib import Path

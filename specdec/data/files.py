@@ -97,7 +97,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> str:
     """Returns the text of a record's field; dots in its name descend into mappings and lists.
-    UserError, with ``where`` and ``hint``: it is missing, blank or no text.
+    A missing, blank or non-text field raises UserError with ``where`` and ``hint`` in its message.
     """
     value: Any = record
     for key in field.split("."):

@@ -1,7 +1,7 @@
 """Prompts from held-out modules of the running Python's standard library.
 
 They exist on every machine: a function's imports, signature and docstring, without the body, from
-modules that training never reads (``train.corpus``).
+modules on which the bundled models are not trained (``experiments.tiny_family.corpus``).
 """
 
 import ast
@@ -92,8 +92,8 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a standard-library file ("json/decoder.py") is excluded from training, by CRC-32 of
-    the path.
+    """Whether a standard-library file ("json/decoder.py") is excluded from the bundled models'
+    training, by CRC-32 of its path.
     """
     name = relative_path.replace("\\", "/").lstrip("/")
     return zlib.crc32(name.encode("utf-8")) % HELD_OUT_MODULUS == 0

@@ -1,4 +1,4 @@
-"""Pipelines over processes: rank launch, messages, stage and draft workers, failure detection."""
+"""Pipelines whose stages run in separate processes (ranks): launch, messages, failure detection."""
 
 from typing import TYPE_CHECKING
 

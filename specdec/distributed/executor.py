@@ -37,10 +37,10 @@ _EARLY = (Kind.EXITS, Kind.EARLY)  # replies that are of use before the step end
 
 
 class DistributedExecutor(Executor):
-    """A pipeline with each stage in its own process (rank); controller and draft are on rank 0.
+    """A pipeline whose stages run in other processes (ranks); rank 0 decodes, and runs the draft.
 
     Attributes:
-        latency, in_flight: number of stages.
+        latency, in_flight: number of stages (steps until answers; largest number of open batches).
         counters: batches and rows that entered the first stage.
         hidden: names of the hidden states that come with the target's tokens, on the host. Ranks
             send them when they are computed; rank 0 stores them until the tokens arrive.
@@ -61,8 +61,8 @@ class DistributedExecutor(Executor):
         draft: DraftGroup | None = None,
         group_number: int = 0,
     ) -> None:
-        """Starts the ranks, or joins running ones, and makes them load their layers; ``shutdown``
-        releases them, and the ranks that share the draft (``draft``).
+        """Starts or joins ranks, which load their layers; ``shutdown`` releases them, and those of
+        a shared ``draft``. Executors in use at the same time need different ``group_number``.
 
         Raises:
             RankFailure: a rank ends while it loads, or later makes no progress for ``timeout_s``.
@@ -296,14 +296,14 @@ class _Unanswered:
 
 
 class FreeExecutor(DistributedExecutor):
-    """A pipeline whose ranks wait only for what they receive (PPSD, Algorithm 1).
+    """A pipeline without lock step: ranks wait only for what they receive (PPSD, Algorithm 1).
 
     A step is one pass of the first stage: it ends when that pass and its exit head have ended, and
     returns the answers to the oldest batch if they have arrived (line 3). It ends at once if these
     answers have arrived before; a step without rows, or with ``in_flight`` unanswered batches, ends
     with the next reply. The number of steps thus depends on times (``latency`` is the number of
     stages), but the tokens do not: a batch's answers are returned in a later step than its last
-    exits, so that the policy has seen the children that these propose.
+    early exits, so that the policy has seen the children that all exit heads propose.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -354,8 +354,8 @@ class FreeExecutor(DistributedExecutor):
         self._in_step = False
 
     def _waits_for(self, exits: Sequence[Exits] = ()) -> set[ReplyKey]:
-        """Returns the keys of the replies of which one must arrive before the step can end; none if
-        it can end now. ``exits`` have arrived in this step.
+        """Returns keys of replies, any one of which ends the wait for the step's end; an empty set
+        if the step can end now. ``exits`` are those that have arrived in this step.
         """
         if self._has_answers():
             return set()

@@ -1,4 +1,4 @@
-"""Rank 0's connection to a group of ranks: sessions, messages, replies and failure detection."""
+"""Rank 0's side of a group of ranks (processes): sessions, messages, replies, failure detection."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ class RankGroup:
 
     Methods that send to ranks or wait for them raise ``RankFailure`` when a rank has ended, or the
     ``UserError`` that the rank has raised; ``close`` and ``kill`` raise neither. ``alive`` is False
-    after ``close`` or ``kill``.
+    after ``close`` or ``kill``. A *session* is one pipeline or draft model that ranks have loaded.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RankGroup:
         timed_runs.observe(self)
 
     def _connect(self, loopback: bool) -> Connections:
-        """Joins the control group in a thread, to notice a rank that ends before it has joined."""
+        """Joins the gloo group of all ranks in a thread, to notice if one ends before it joins."""
         made: list[Connections | RuntimeError] = []
 
         def join() -> None:
@@ -102,7 +102,7 @@ class RankGroup:
         return session
 
     def announce(self, plan: SessionPlan | DraftPlan) -> int:
-        """Tells the plan's ranks to load their layers; returns the session's number at once."""
+        """Sends ``plan`` to its ranks, which load their layers; returns the session id at once."""
         session = next(self._session_ids)
         self._captures |= plan.model.get("graphs", "off") != "off"
         self.send(Message(Kind.SETUP, session, body=plan), plan.members)
@@ -112,7 +112,7 @@ class RankGroup:
         self.wait_for([store_key("ready", session, rank) for rank in ranks])
 
     def begin_timed(self) -> None:
-        """Makes ranks capture CUDA graphs now, so that they need not during a timed run."""
+        """Makes ranks capture CUDA graphs now, so that they capture none in the timed run."""
         if self.alive and self._captures:
             self._ask(Kind.BEGIN_TIMED, 0, range(1, self.size))
 
@@ -136,7 +136,7 @@ class RankGroup:
     def _ask(
         self, kind: Kind, session: int, ranks: Sequence[int], timeout_s: float = _NEVER_S
     ) -> list[Any]:
-        """Sends a message that each rank answers in the store; waits and returns the answers."""
+        """Sends a request; returns each rank's report, which ranks put into the store as JSON."""
         number = next(self._report_ids)
         self.send(Message(kind, session, number), ranks)
         keys = [store_key("report", session, number, rank) for rank in ranks]
@@ -158,7 +158,7 @@ class RankGroup:
         return self.inbox.has(key, session)
 
     def reply(self, key: ReplyKey, session: int, tick: int, timeout_s: float) -> Any:
-        """Waits for the reply to step ``tick`` and returns its body; drops earlier replies."""
+        """Waits for the reply of executor step ``tick``, returns its body, and drops older ones."""
         waiting = False
         while True:
             received = self._take(key, session, _POLL_S)
@@ -261,7 +261,7 @@ class Inbox:
         self._arrived = threading.Event()
 
     def listen(self, session: int, links: Mapping[int, ControlLink]) -> None:
-        """Creates the queues of a new session, and receives from its ranks from now on."""
+        """Creates the queues of a new session; from now on receives over ``links`` (by rank)."""
         self._queues[session] = {(k, rank): queue.SimpleQueue() for rank in links for k in REPLIES}
         for rank in links.keys() - self._threads.keys():
             thread = threading.Thread(target=self._read, args=(rank, links[rank]), daemon=True)
@@ -378,7 +378,7 @@ class FailureDetector:
             time.sleep(0.05)
 
     def hang(self, timeout_s: float) -> RankFailure:
-        """Returns the error for ``timeout_s`` without progress; it names the rank that hangs."""
+        """Returns the error for ``timeout_s`` of no progress; it names the rank likely to hang."""
         stale = self.stale(_STALE_S)
         if stale:
             what = "gives no sign of life (stopped, swapped out, or its machine is gone)"

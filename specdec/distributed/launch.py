@@ -27,7 +27,7 @@ _MODULE = "specdec.distributed.fork_server"
 class _ForkServer:
     """Starts and reaches the fork server of this process (module ``fork_server``).
 
-    The server is a fork of this process if that has a single thread, which saves seconds of
+    The server is a fork of this process if it has a single thread, which saves seconds of
     imports. Otherwise, as in a notebook, forking is not safe and the server is a new interpreter.
     """
 
@@ -70,7 +70,7 @@ class _ForkServer:
             os._exit(0)
 
     def connect(self) -> socket.socket:
-        """Returns a socket to the keeper, the parent of the ranks, of a new group."""
+        """Makes the server fork a *keeper*, the parent of new ranks; returns a socket to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
@@ -113,8 +113,8 @@ class Processes:
     ) -> None:
         """Starts the processes; they connect to the store at ``address``:``port`` themselves.
 
-        ``threads`` per rank; None divides the machine's cores among the ranks. ``logs``: folder of
-        the logs; None uses a temporary one, which is removed when the ranks have ended.
+        ``size`` includes rank 0. Each rank has ``threads`` threads (None: cores / ``size``). Log
+        files are in ``logs``; None uses a temporary folder, removed when the ranks have ended.
         """
         self.ended: dict[int, int] = {}
         self.pids: list[int] = []

@@ -1,7 +1,7 @@
-"""Messages between rank 0 and other ranks, and keys of the store in which ranks report their state.
+"""Messages between rank 0, which runs the decode loop, and other ranks; keys of the shared store.
 
-A message is pickled: all ranks belong to one job, and their objects come from the same code.
-"""
+Messages are pickled, which is safe within one job. In the store (``torch.distributed.Store``) ranks
+report their state."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _WORD = 8
 
 
 class Kind(IntEnum):
-    """Kinds of messages; the comments have the type of the body in parentheses. Ranks send the
-    kinds in ``REPLIES`` to rank 0 within a step; rank 0 sends the other kinds."""
+    """Kinds of messages between ranks; comments name the type of ``Message.body`` in parentheses.
+    Other ranks send the kinds in ``REPLIES`` to rank 0 within a step; rank 0 sends all others."""
 
     SETUP = auto()  # opens a session (its plan)
     BEGIN = auto()  # a step's batch, to the first stage; to all if they run free (``Entry``)
@@ -63,7 +63,7 @@ class Ending(NamedTuple):
 
 
 class States(NamedTuple):
-    """Hidden states [R, E] of the rows of ``batch``, one tensor per name in the rank's plan."""
+    """Hidden states [rows of ``batch``, hidden size], one tensor per name in the rank's plan."""
 
     batch: Batch
     states: list[torch.Tensor]
@@ -94,7 +94,7 @@ class Message(NamedTuple):
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Pickles a tensor's values only, on the host: for small tensors faster than torch's own."""
+    """Pickles a tensor as host values; for small tensors this is faster than torch's reducer."""
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return _tensor, (data, tensor.dtype)
 
@@ -114,8 +114,8 @@ ANY_FAILED = "failed"  # this key is set after the first failure of any rank
 
 
 def store_key(what: str, *numbers: int) -> str:
-    """Returns a key of the store. The keys are started/RANK; ready/SESSION/RANK; heartbeat/RANK,
-    JSON [counter, current operation]; report/SESSION/NUMBER/RANK, JSON; failed/RANK, JSON that says
-    why the rank ended (``worker.serve``).
+    """Returns the store key ``what``/number/..., such as heartbeat/3. Ranks set started/RANK,
+    ready/SESSION/RANK, heartbeat/RANK (JSON [counter, current operation]), failed/RANK (JSON, why
+    it ended: ``worker.serve``) and report/SESSION/NUMBER/RANK (JSON reply to request NUMBER).
     """
     return "/".join(map(str, (what, *numbers)))

@@ -1,4 +1,4 @@
-"""Session plans: which rank computes which layers of the target or which share of the draft.
+"""Plans which rank (process) computes which layers of the target or which share of the draft.
 
 On GPUs every process has a GPU of its own. With ``executor.shared``, target and draft work in turns
 on the same N GPUs, in N + 1 processes: rank 0 uses the same GPU as the target's last rank, which
@@ -72,7 +72,7 @@ class SessionPlan(_Plan):
 
     @property
     def num_groups(self) -> int:
-        """Number of stages, which is the pipeline's latency."""
+        """Number of stages, which is also the pipeline's latency in steps."""
         return self.ranks[-1].group
 
     @property
@@ -107,13 +107,13 @@ def plan_ranks(
     hidden: Sequence[HiddenName] = (),
     early: Sequence[HiddenName] = (),
 ) -> tuple[RankPlan, ...]:
-    """Assigns half-open layer ranges, in order, to ranks.
+    """Assigns half-open layer ranges ``bounds``, in order, to ranks 1, 2, ...; one plan per rank.
 
     Args:
         groups: number of ranges per stage (default: one each).
         degree: ranks per range; only the last of them sends its exits and hidden states to rank 0.
-        exits: number of layers before each early exit.
-        hidden, early: hidden states that rank 0 needs with the answers and before the answers.
+        exits: number of target layers before each early exit.
+        hidden, early: hidden states that rank 0 needs with the target's tokens, or before them.
     """
     sizes = [1] * len(bounds) if groups is None else groups
     places = [(g + 1, i == size - 1) for g, size in enumerate(sizes) for i in range(size)]
@@ -133,11 +133,11 @@ def plan_ranks(
 
 
 def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
-    """Raises ``UserError``, which names layouts that fit, if there are more processes (rank 0
-    included) than GPUs.
+    """Raises ``UserError``, which suggests settings that fit, if this machine has too few GPUs.
 
-    Two processes on one GPU would wait for each other's kernels and need memory for two sets of
-    weights, and NCCL refuses them.
+    ``num_processes`` includes rank 0, which shares a stage's GPU if ``layout.shared``. On one GPU,
+    two processes would wait for each other's kernels and load two sets of weights, and NCCL refuses
+    them. Under torchrun or Slurm each process checks for itself (``own_gpu``).
     """
     if num_processes - layout.shared <= num_gpus or _LOCAL_RANK in os.environ:
         return  # with a launcher there may be other machines: each process checks its own
@@ -162,8 +162,8 @@ def check_gpus(layout: StageLayout, num_processes: int, num_gpus: int) -> None:
 
 
 def own_gpu(rank: int, *, shared_with_draft: bool = False) -> torch.device:
-    """Returns this process's GPU: its index is the process's number on the machine. With
-    ``shared_with_draft``, the one rank for which no GPU is left uses rank 0's.
+    """Returns this process's GPU, whose index is LOCAL_RANK or else ``rank``; UserError if there is
+    none. With ``shared_with_draft``, rank N of a machine with N GPUs uses rank 0's GPU.
     """
     index, num_gpus = int(os.environ.get(_LOCAL_RANK, rank)), torch.cuda.device_count()
     if shared_with_draft and index == rank == num_gpus:

@@ -1,7 +1,7 @@
 """Groups of worker processes (ranks) that the executors of one process share.
 
-A group is either started here, by the first executor that needs it, or was started by torchrun or
-Slurm (``use_group``).
+A group is started by this process for the first executor that needs it, unless torchrun or Slurm
+has started all ranks (``use_group``).
 """
 
 import atexit
@@ -18,7 +18,7 @@ from specdec.errors import UserError
 
 _ADDRESS = "127.0.0.1"
 _local: dict[tuple[int, int | None, int], RankGroup] = {}
-"""Groups started here, by (size with rank 0, threads per rank, ``number`` of the handle)."""
+"""Groups that this process started; key: (size with rank 0, threads per rank, ``number``)."""
 _external: RankGroup | None = None
 _logs: Path | None = None
 
@@ -54,11 +54,11 @@ class GroupHandle:
     """
 
     def __init__(self, num_ranks: int, *, threads: int | None = None, number: int = 0) -> None:
-        """Joins a running group of ``num_ranks`` or more besides this process, or starts one.
+        """Joins a running group with at least ``num_ranks`` other processes, or starts a group.
 
-        ``threads`` per rank; None divides the machine's cores among the ranks, and then only a
-        group of exactly ``num_ranks`` is joined. Executors that work at the same time need handles
-        of different ``number``.
+        ``threads`` is the number of torch threads per rank. None divides the machine's cores among
+        the ranks, and then only a group of exactly ``num_ranks`` is joined. Executors that work at
+        the same time need handles with different values of ``number``.
         """
         self._key = _key_of(num_ranks + 1, threads, number)
         self.num_ranks = num_ranks
@@ -97,7 +97,7 @@ class GroupHandle:
 
 
 def _key_of(size: int, threads: int | None, number: int) -> tuple[int, int | None, int]:
-    """Returns the key in ``_local`` of the smallest group to join, or else of a group to start."""
+    """Returns the key in ``_local`` of the smallest group that can be joined, or of a new one."""
     own = size, threads, number
     if threads is None:
         return own

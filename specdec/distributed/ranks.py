@@ -25,10 +25,9 @@ class Ranks:
         threads: int | None = None,
         trace: bool = False,
     ) -> None:
-        """Stores what ranks need; ``draft_runner`` and ``executor`` start them. Each rank builds
-        its models and clock from the sections ``model`` and ``clock`` of a configuration, and has
-        ``threads`` torch threads (None: a share of the cores).
-        """
+        """Stores settings of worker processes (ranks). Each builds its models and clock from the
+        configuration sections ``model`` and ``clock``; ``threads``: torch threads of each (None: an
+        equal share of the cores). A run fails after ``timeout_s`` seconds without progress."""
         self._timeout_s = timeout_s
         self._model = model
         self._shared: dict[str, Any] = {"clock": clock, "threads": threads, "trace": trace}
@@ -59,7 +58,8 @@ class Ranks:
         clock: Clock,
         meter: Meter,
     ) -> DistributedExecutor:
-        """Starts the pipeline's ranks; see ``specdec.executors.models.OverRanks``."""
+        """Starts ranks, one per half-open layer range in ``bounds`` and tensor-parallel share, and
+        returns their executor. ``exits`` has the number of target layers before each exit head."""
         layout = plan.layout
         if self._model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
             check_gpus(layout, plan.num_ranks + 1, torch.cuda.device_count())

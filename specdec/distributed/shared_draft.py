@@ -108,8 +108,8 @@ class DraftGroup:
         num_ranks: int,
         timeout_s: float,
     ) -> None:
-        """Starts the ranks, or joins running ones, and loads a share of the draft on each. A pass
-        that takes longer than ``timeout_s`` is a failure.
+        """Starts ``num_ranks`` ranks, or joins running ones, and loads a share of the draft on each
+        of ``plan.peers``. A pass of more than ``timeout_s`` seconds is a failure.
         """
         self.step = 0
         self._timeout_s = timeout_s

@@ -1,7 +1,7 @@
 """One rank's part of a pipeline: a ``PipelineStage`` that receives rows and commits as messages.
 
 The rows that a rank computes in a step were sent at the end of the previous step, so every stage
-but the first starts on them as soon as they arrive; the first waits for the controller's batch.
+but the first starts on them as soon as they arrive; the first waits for the batch of rank 0.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class StageLinks:
         session: int,
         neighbours: tuple[int, int],
     ) -> None:
-        """Connects to ``neighbours``, the previous and next rank (0: none); ``link`` to rank 0."""
+        """Connects to ``neighbours``: previous, next rank (0: none). ``link`` leads to rank 0."""
         self._link = link
         self._session = session
         device, self._dtype, self._width = CPU, torch.float32, 1
@@ -66,7 +66,7 @@ class StageLinks:
             )
 
     def send_rows(self, rows: torch.Tensor | None, num_rows: int) -> None:
-        """Sends rows to the next stage; if ``rows`` is None, ``num_rows`` rows of zeros."""
+        """Sends hidden states to the next stage; if ``rows`` is None, ``num_rows`` zero rows."""
         assert self._sender is not None, "the last stage has no receiver"
         if rows is None:
             rows = torch.zeros(num_rows, self._width, dtype=self._dtype)
@@ -165,7 +165,7 @@ class StageSession(RankSession):
         self._compute(tick, tick)
 
     def end(self, tick: int, ending: Ending) -> None:
-        """Prunes and sends this step's rows; stages after the first then begin the next step."""
+        """Ends step ``tick``: prunes and sends its rows; later stages then begin the next step."""
         first = self._plan.group == 1
         if not first:
             self._enter(tick, ending.entry)
@@ -264,7 +264,7 @@ class FreeStageSession(StageSession):
     """
 
     def __init__(self, *, take: Callable[[], Message | None], **given: Any) -> None:
-        """``take`` returns the session's next message or None; ``given``: the base's arguments."""
+        """``take`` returns the session's next message or None; ``given`` goes to the base class."""
         super().__init__(**given)
         self._take = take
         self._batches: deque[tuple[int, Batch]] = deque()  # tick of entry, and the batch
@@ -325,7 +325,7 @@ class FreeStageSession(StageSession):
 
 
 def _spread(rows: torch.Tensor | None, index: IntArray, num_rows: int) -> torch.Tensor | None:
-    """Returns [num_rows, E]: ``rows`` at indices ``index``, zeros elsewhere; None if no rows."""
+    """Returns [num_rows, hidden size]: ``rows`` at ``index``, zeros elsewhere; None if no rows."""
     if rows is None or not len(index):
         return None
     if len(index) == num_rows:

@@ -23,10 +23,10 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def run_under_launcher(
     job: Callable[[], object], *, threads: int | None, timeout_s: float | None = None
 ) -> int:
-    """Joins the group that the environment describes; rank 0 runs the job, the others serve it.
+    """Joins the ranks of RANK, WORLD_SIZE etc.; rank 0 runs ``job``, the others compute for it.
 
-    Returns rank 0's exit status; the other processes exit here. Ranks that cannot reach rank 0's
-    machine for ``timeout_s`` end.
+    Returns the exit status 0 on rank 0; the other processes exit inside this call, also when rank
+    0's machine has not answered for ``timeout_s``. ``threads``: torch threads of each (None: 1).
     """
     rank, size = rank_and_size()
     torch.set_num_threads(threads or 1)

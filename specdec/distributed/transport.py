@@ -54,7 +54,7 @@ class PeerLost(RuntimeError):
 
 
 def gloo_group(store: dist.Store, index: int, size: int, *, loopback: bool) -> Group:
-    """Connects the processes that share ``store``.
+    """Connects the ``size`` processes that share ``store``; this one gets the rank ``index``.
 
     Unless all are on this machine (``loopback``), the environment variable GLOO_SOCKET_IFNAME names
     the network interface (default: the one towards MASTER_ADDR, since many machines resolve their
@@ -73,7 +73,7 @@ def gloo_group(store: dist.Store, index: int, size: int, *, loopback: bool) -> G
 
 
 def _address_towards_master() -> str:
-    """Returns this machine's address on the route to MASTER_ADDR; "" if it is a loopback one."""
+    """Returns this machine's address on the route to MASTER_ADDR; "" if loopback or unknown."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     with suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -131,7 +131,7 @@ class Connections:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, loopback: bool) -> None:
-        """Blocks until all ranks have joined; ``loopback``: whether all are on this machine."""
+        """Blocks until all ``size`` ranks have joined. ``loopback``: all are on this machine."""
         self._store = store
         self._rank = rank
         self._size = size
@@ -154,8 +154,8 @@ class Connections:
         self, rank: int, device: torch.device, *, max_pending: int
     ) -> tuple[Peer, torch.device]:
         """Returns the connection to ``rank``, which must call this too, and the device on which
-        tensors are exchanged. ``device`` is that of this rank's hidden states.
-        """
+        tensors are exchanged. This rank's hidden states are on ``device``; at most ``max_pending``
+        sends are incomplete at the same time."""
         pair = sorted((self._rank, rank))
         edge = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
         wire = wire_device(edge, self._rank, pair, device)
@@ -175,8 +175,8 @@ class Connections:
     def join(
         self, peers: Sequence[int], device: torch.device, timeout: timedelta = NO_TIMEOUT
     ) -> RankCollective:
-        """Joins the tensor-parallel group of the global ranks ``peers``; blocks until all of these
-        ranks have joined.
+        """Joins the tensor-parallel group of the global ranks ``peers``; blocks until all of them
+        have joined. Its tensors are on ``device``; ``timeout`` limits each operation over gloo.
         """
         key = (device.type, tuple(peers))
         index = peers.index(self._rank)
@@ -211,7 +211,7 @@ def _wait_for(work: dist.Work, on: torch.Tensor, timeout: timedelta = NO_TIMEOUT
 
 
 class Peer:
-    """Another rank of a process group; all methods may raise ``PeerLost``."""
+    """Connection to another rank of a process group; methods raise ``PeerLost`` if it breaks."""
 
     def __init__(self, group: Group, rank: int, *, index: int, max_pending: int) -> None:
         """``index`` is the number of ``rank`` in the group. If more than ``max_pending`` sends are
@@ -234,7 +234,7 @@ class Peer:
             raise PeerLost(self.rank) from error
 
     def post(self, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Starts to receive into a contiguous tensor."""
+        """Starts to receive into a contiguous tensor; returns the operation, for ``wait``."""
         try:
             work: dist.Work = self._group.recv([tensor], self._index, tag)
         except RuntimeError as error:
@@ -249,7 +249,7 @@ class Peer:
 
 
 class _Posted:
-    """Two equal buffers for what a peer sends; receives are posted before the data is needed."""
+    """Double buffer for what a peer sends; receives are posted before the data is needed."""
 
     def __init__(self, peer: Peer, tag: int, buffers: Sequence[torch.Tensor]) -> None:
         self._peer, self._tag = peer, tag
@@ -258,7 +258,7 @@ class _Posted:
         self.post()
 
     def post(self) -> None:
-        """Posts receives into the buffers that have been read, in the order of their filling."""
+        """Posts a receive into each buffer whose data was returned by ``receive`` and used."""
         while self._read:
             buffer = self._read.popleft()
             self._works.append((self._peer.post(buffer, self._tag), buffer))
@@ -311,7 +311,7 @@ class RowSender:
 
 
 class RowReceiver:
-    """Receives the hidden states of the previous stage, in the sender's chunks.
+    """Receives the hidden states that the previous stage's ``RowSender`` sends, in its chunks.
 
     Receives over NCCL must match the sends in size, so they are posted only when the number of rows
     is known.
@@ -365,8 +365,8 @@ class RankCollective(Collective):
     ) -> None:
         """Wraps a ProcessGroupGloo or ProcessGroupNCCL of the global ranks ``peers``.
 
-        ``timeout`` limits each operation, over gloo only. ``wire`` is the device to which tensors
-        are copied before they are sent; None: they are not copied.
+        ``rank`` is this process's index in ``peers``. ``timeout`` limits each operation over gloo.
+        ``wire`` is the device to which tensors are copied before they are sent; None: no copy.
         """
         super().__init__(rank=rank, size=len(peers))
         self._group = group

@@ -242,8 +242,8 @@ def serve(
 ) -> int:
     """Runs a rank (arguments as in ``Worker``) until rank 0 stops it; returns its exit status.
 
-    A failure is written to the store (``failed/RANK``) as ``kind`` ("user", "raised" or "lost"),
-    ``text`` and ``peer``; the status is then 1.
+    After a failure the status is 1, and the store has JSON under failed/RANK: ``kind`` ("user": a
+    UserError, "lost": the connection to rank ``peer``, "raised": other errors) and ``text``.
     """
     try:
         Worker(store, rank, size, loopback=loopback, timeout_s=timeout_s).serve()

@@ -70,8 +70,8 @@ class FirstStage(StageGroup):
         clock: Clock,
         meter: Meter,
     ) -> FirstStage:
-        """Loads the layers before the last exit and the exit heads, which are after ``layers``
-        (increasing). A pass is charged to the clock as passes of the stages in ``plan``.
+        """Loads the layers before the last exit, and the exit heads. ``layers`` has the number of
+        layers before each exit, increasing. Passes are charged as passes of the stages in ``plan``.
         """
         bounds = plan.bounds(pair, pair.exit_layer)
         segments = [
@@ -95,7 +95,7 @@ class FirstStage(StageGroup):
         """Returns (available bool[W], logits [V] of each available node) of exit ``at`` (from 0).
 
         Computes the segments that nodes have not passed, in one packed pass each. Nodes are not
-        available in their request's prefill, or if submitted before their logits were requested.
+        available while their prompt is prefilled, or if submitted before this was called for them.
         """
         for number in range(at + 1):
             missing = []

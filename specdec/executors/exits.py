@@ -1,4 +1,4 @@
-"""Pipeline stages with exit heads (PPSD 4.1, B.3).
+"""Pipeline stages with early-exit heads (PPSD 4.1, B.3).
 
 A head computes every row of its stage, prompts included, so the cache of a transformer head always
 has the same entries as its stage's cache, and both apply the same commits.
@@ -37,7 +37,7 @@ class NormHead(Stage):
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
-        """Returns logits [W, V] of the batch's W tree rows from the states ``hidden`` [R, E]."""
+        """Returns logits [W, V] of the tree rows, from ``hidden`` [R, E] of all rows, if wanted."""
         if hidden is None or not wants_logits or not batch.trees:
             return StageOutput()
         rows = to_device(tree_row_index(row_items(batch)), hidden.device)
@@ -49,7 +49,7 @@ class ExitStage(StageGroup):
     def __init__(self, *, body: ModelStage, heads: Mapping[int, NormHead | ModelStage]) -> None:
         """Combines layers ``body`` with exit heads. ``heads`` maps the number of target layers
         before an exit (PPSD's E), whose output ``body`` captures, to its head: a ``NormHead``, or a
-        ``ModelStage`` of one decoder layer, with its own pool if it is paged.
+        ``ModelStage`` of one decoder layer, with a block pool of its own if its cache is paged.
         """
         self.body = self.layers = body
         self._heads = dict(sorted(heads.items()))

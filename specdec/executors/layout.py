@@ -22,10 +22,10 @@ class StageLayout:
         stages: number of pipeline stages; each takes one step.
         groups: number of devices in each stage, which work one after the other within a step
             (PipeDec's G); None: one device each.
-        balanced: split layers by cost including the output head, instead of by number.
+        balanced: whether stages are balanced by cost, output head included, not by layers.
         degree: tensor-parallel degree of every stage.
         draft_degree: tensor-parallel degree of the draft; the controller's device is its first.
-        shared: whether the draft's other devices are also the target's; both then work in turns.
+        shared: whether the draft's further devices are the target's; both then work in turns.
     """
 
     stages: int
@@ -71,14 +71,14 @@ class PipelineOptions:
 
     Attributes:
         stages: number of stages; None: ceil(layers / exit layer) (PPSD 4.1).
-        groups, shared: see ``StageLayout``.
+        groups, shared: devices per stage; whether the draft uses these too (``StageLayout``).
         split: "balanced" includes the output head's cost, "even" counts layers only.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
         lock_step: every step ends when its slowest stage has finished; False: stages wait only for
             what they receive (PPSD Algorithm 1). False has an effect only on a simulated clock and,
             with a source of early exits and one rank per range of layers, over processes.
-        timeout_s: a distributed run fails when no rank has made progress for this long.
+        timeout_s: a distributed run fails after this many seconds without progress of any rank.
     """
 
     stages: Count | None = None
@@ -154,8 +154,8 @@ class PipelinePlan(ExecutorPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExitPlan(PipelinePlan):
-    """The plan of a target on one device whose first layers draft before the others verify; its
-    stages exist only in the latency profile.
+    """The plan of a target on one device whose first layers draft before the others verify. The
+    stages of ``layout`` only set the costs of passes on clocks with a latency profile.
     """
 
     @staticmethod
@@ -169,10 +169,10 @@ class EarlyExitPlan(PipelinePlan):
 def layer_bounds(
     models: ModelPair, layout: StageLayout, exit_layer: int | None = None
 ) -> list[tuple[int, int]]:
-    """Returns half-open layer ranges, one per device.
+    """Returns half-open layer ranges, one per device or tensor-parallel group of devices.
 
-    With an exit after E = ``exit_layer`` of N layers and ceil(N / E) devices, each device has E
-    layers and the last one the rest (PPSD 4.1).
+    With an exit after E = ``exit_layer`` of N layers and ceil(N / E) ranges, each range has E
+    layers and the last one the rest (PPSD 4.1). Otherwise ``split_layers`` decides.
     """
     num_layers, num_devices = models.num_layers, sum(layout.devices)
     if exit_layer and num_devices == ceil(num_layers / exit_layer):

@@ -20,7 +20,7 @@ from specdec.types import Batch, Commit, ExecutorPlan, HiddenName, Needs, Output
 
 
 class LocalExecutor(Executor):
-    """Runs the whole target on one device, which the draft shares; each step answers its batch."""
+    """Runs the target on the draft's device; each batch is answered in the step that submits it."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LocalExecutor(Executor):
         hidden: tuple[HiddenName, ...] = (),
         early_hidden: tuple[HiddenName, ...] = (),
     ) -> None:
-        """Takes the whole target as one ``stage``; the clock counts a pass as ``stages`` stages."""
+        """``stage`` is the whole target; the clock is charged for a pass of ``stages`` stages."""
         self.hidden = hidden
         self.early_hidden = early_hidden
         self.stages = [PipelineStage(stage, answerer=answerer)]

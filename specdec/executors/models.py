@@ -56,7 +56,7 @@ class ModelPair:
         backend: what runs the passes, eager or onnx; None without weights.
         is_synthetic: whether the target's tokens are given instead of computed by a model.
         option: the value of ``model=``, for messages.
-        about: origin of recorded values: models, data, sampling.
+        about: for pairs of recorded values: the models, data and sampling they come from.
     """
 
     vocab_size: int
@@ -94,8 +94,8 @@ class ModelPair:
         raise NotImplementedError
 
     def answerer(self, *, draws: KeyedDraws, needs_probs: bool) -> Answerer:
-        """Returns the object that turns the target's logits into answers, with distributions if
-        ``needs_probs``.
+        """Returns the object that samples the target's tokens from its logits with ``draws``. With
+        ``needs_probs``, it returns the target's distributions too.
         """
         return ModelAnswerer(draws=draws, needs_probs=needs_probs)
 
@@ -114,8 +114,8 @@ class ModelPair:
         )
 
     def exit_stage(self, first: int, last: int, meter: Meter, exits: Sequence[int]) -> ExitStage:
-        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads after
-        ``exits`` target layers.
+        """Loads the target's layers ``first`` .. ``last`` (exclusive) with exit heads. ``exits``
+        has the number of target layers before each.
         """
         raise AssertionError(self.exit_layer)
 
@@ -123,8 +123,8 @@ class ModelPair:
         raise UserError(f"{self._label} has no {name} model; choose a source without one")
 
     def artefact(self, kind: type[A], **options: Any) -> A:
-        """Loads weights or tables that accompany the models, such as ``MedusaHeads``; UserError if
-        the pair has none.
+        """Loads weights or tables that accompany the models, as an object of class ``kind``, such
+        as ``MedusaHeads``; UserError if the pair has none.
 
         A ``HuggingFacePair`` calls ``kind.from_pair(pair, **options)``, which may use its ``part``
         (layers, norm and output matrix of the target), ``heads_folder`` (folder of trained heads)
@@ -151,8 +151,8 @@ class ModelPair:
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Returns the source's configuration node, in which a pair may replace draft models by its
-        own draft, or refuse them.
+        """Returns the configuration node ``source``. A pair may return a changed copy with its own
+        draft in place of draft models, or raise ``UserError`` for them.
         """
         return source
 

@@ -56,7 +56,7 @@ class PipelineExecutor(Executor):
 
         Args:
             devices: number of devices of each stage, for the clock. Default: one each.
-            lock_step: see ``PipelineOptions``.
+            lock_step: if False, stages on a simulated clock wait only for their input.
         """
         self.hidden = hidden
         self.early_hidden = early_hidden
@@ -224,9 +224,9 @@ def load_stage(
     answerer: Answerer | None,
     **shared: Any,
 ) -> PipelineStage:
-    """Loads a half-open range of the target's layers, with the exit heads ``exits`` and the hidden
-    states ``capture`` that lie inside; ``shared``: the ``group`` of ranks that share the layers.
-    """
+    """Loads a half-open range of the target's layers, with those of the exit heads ``exits`` and
+    hidden states ``capture`` that lie inside. ``answerer`` is for the last stage only; ``shared``
+    may have ``group``, the collective of ranks that share the layers by tensor parallelism."""
     first, last = layers
     inside, reader = [layer for layer in exits if first < layer <= last], None
     if inside:
@@ -243,7 +243,7 @@ def _num_rows(flights: Sequence[InFlight | None]) -> list[int]:
 
 
 class StepCharges:
-    """Charges the clock's ranks 1 .. N for a step: compute, prune, transmit (SpecPipe Algorithm 1).
+    """Reports work to the clock (*charges* it) per stage: compute, prune, send (SpecPipe Alg. 1).
 
     All stages start with the step, which ends when the slowest has finished. A paced clock plans
     the other ranks' times from these charges; a measured clock ignores them. A latency profile has
@@ -298,7 +298,7 @@ class StepCharges:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A stage's pass over the batch that entered at ``tick``; the rank was free from ``free_s``."""
+    """A stage's pass over the batch of step ``tick``; its rank was idle from ``free_s`` on."""
 
     tick: int
     free_s: float

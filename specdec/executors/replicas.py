@@ -127,8 +127,8 @@ class ReplicasExecutor(Executor):
     def __init__(
         self, copies: Sequence[Executor], *, clock: Clock, meter: Meter, remote: bool = False
     ) -> None:
-        """Combines executors of latency 1, one per copy. Unless they are ``remote``, copy i (from
-        0) is charged to rank i + 1 of the clock.
+        """Combines executors of latency 1, one per copy. Unless they are in other processes
+        (``remote``), work of copy i (from 0) is charged to rank i + 1 of the clock.
         """
         self.in_flight = len(copies)
         self._clock, self._meter, self.distributed = clock, meter, remote

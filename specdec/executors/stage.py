@@ -106,7 +106,7 @@ def with_hidden(
     output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
 ) -> Output:
     """Adds the hidden states ``captured`` (name -> [R, E], in packing order) of a batch that has
-    passed the target to its ``Answers``.
+    passed the target: to the ``Answers`` of its tree nodes, and to ``prompts`` for prompt tokens.
     """
     answers = {answer.request: answer for answer in output.answers}
     prompts, trees = _by_item(batch, captured)
@@ -296,8 +296,8 @@ class Stage:
         """Frees the request's cache."""
 
     def paged(self, num_blocks: int | None, block_tokens: int) -> Self:
-        """Puts the stage's caches into pools of blocks, unless ``num_blocks`` is None;
-        returns itself.
+        """Makes the requests' caches share a pool of ``num_blocks`` blocks of ``block_tokens``
+        tokens each; None: one cache per request. Returns the stage itself.
         """
         return self
 
@@ -446,7 +446,7 @@ class OpenRequests:
 
 
 class ModelAnswerer(OpenRequests, Answerer):
-    """Samples target tokens from logits, by each request's own transform and ``KeyedDraws``."""
+    """Samples target tokens from logits by each request's sampling parameters and ``draws``."""
 
     def __init__(self, *, draws: KeyedDraws, needs_probs: bool) -> None:
         super().__init__()
@@ -455,8 +455,8 @@ class ModelAnswerer(OpenRequests, Answerer):
         self._follows = False
 
     def follow(self) -> None:
-        """From now on, samples only after rows that may be on the target's path. Rows whose token
-        is not the target's after their parent are off it, and get ``NO_TOKEN``.
+        """Allows later answers to have ``NO_TOKEN`` for rows off the path of the target's tokens.
+        A row is off it if it or an ancestor has another token than was sampled after its parent.
         """
         self._follows = True
 
@@ -531,7 +531,7 @@ def _along_paths(
     uniforms: FloatArray,
     histories: Sequence[IntArray] | None,
 ) -> IntArray:
-    """Samples int64[W] level by level along the target's path; rows off it get ``NO_TOKEN``."""
+    """Returns sampled tokens int64[W]; rows off the path of these tokens get ``NO_TOKEN``."""
     tokens = np.full(len(logits), NO_TOKEN)
     drafted: list[int] = []
     children: dict[int, list[int]] = {}  # row -> rows of its children in the batch

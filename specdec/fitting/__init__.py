@@ -1,4 +1,4 @@
-"""Reads acceptance logs, and fits to them models of which draft tokens are accepted."""
+"""Reads acceptance logs and fits acceptance models: how often a target accepts draft tokens."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """Fits acceptance models by maximum likelihood: SLSQP over log odds, gradients by autograd.
 
-Shape letters: S segments, T positions, C classes, D depths. Segments are the last axis because
-there are many of them, and only one to three classes.
+Shape letters: S segments of requests, T positions, C classes, D depths. Segments are the last axis
+because there are many of them, and only one to three classes.
 """
 
 import math
@@ -69,8 +69,8 @@ def log_likelihood(
     data: Observations, odds: Tensor, depth: Tensor, stay: Tensor, weights: Tensor
 ) -> Tensor:
     """Returns the log-likelihood of all segments by the forward algorithm (Rabiner 1989, Eqs. 19 to
-    21). ``odds`` (log odds of hit rates), ``stay`` and ``weights`` are [C]; the last entry of
-    ``depth``, [D], applies to all larger depths.
+    21) for parameters of ``AcceptanceModel``. ``odds`` (log odds of ``top1``), ``stay`` and
+    ``weights`` are [C]; the last entry of ``depth``, [D], applies to all larger depths.
     """
     added = depth[data.depths.clamp(max=len(depth) - 1)]
     signed = (odds[:, None] + added[:, None]) * (2 * data.hits - 1)[:, None]
@@ -88,7 +88,7 @@ def log_likelihood(
 
 
 def measured(requests: Sequence[RequestLog]) -> tuple[float, float]:
-    """Returns tokens per pass, and their standard error (a ratio of sums; NaN for one request)."""
+    """Returns the mean tokens per target pass and its standard error, NaN for a single request."""
     tokens = np.array([request.counts @ (request.accepted + 1) for request in requests])
     passes = np.array([request.counts.sum() for request in requests])
     mean, count = tokens.sum() / passes.sum(), len(tokens)
@@ -104,7 +104,7 @@ def predicted(model: AcceptanceModel, requests: Sequence[RequestLog]) -> float:
 
 
 def draft_tokens(requests: Sequence[RequestLog]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of draft tokens per pass that occur, and how many passes have them."""
+    """Returns the distinct numbers of draft tokens per pass, and how many passes have each."""
     drafted = np.concatenate([request.drafted for request in requests])
     numbers, at = np.unique(drafted, return_inverse=True)
     return numbers, np.bincount(at, np.concatenate([request.counts for request in requests]))

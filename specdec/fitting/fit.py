@@ -79,7 +79,7 @@ class FittedModel:
         return {**plain, "covers": "tree"} if self.covers_tree else plain
 
     def option_text(self, command: str, draft: str | None, source: str, terms: str) -> str:
-        """Returns the YAML of a model option; its comments state origin and licence of the data."""
+        """Returns YAML for the option group ``model``; comments state the data's source, terms."""
         about = [
             f"Acceptance model by `specdec fit`: {source}",
             f"{self.requests} requests, {self.draft_tokens:.0f} draft tokens;"

@@ -54,7 +54,7 @@ _LLAMA_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to read a log; of several lists of lengths, ``method`` is the index (default: last)."""
+    """How to read a log. If it has several lists of lengths, ``method`` is an index (None: -1)."""
 
     method: str | None = None  # which of several pairs or methods in a file: a part of its name
     lengths: Lengths = "auto"  # whether lists count the target's own token; auto: if none is 0
@@ -115,7 +115,7 @@ def _plain_lists(value: Any) -> list[list[int]]:
 
 
 def _found(value: Any, name: str, options: ReadOptions) -> Iterator[RequestLog]:
-    """Yields the requests of a value; ``name`` is the key of the nearest object around it."""
+    """Yields the requests in a JSON value; ``name`` is the key of the nearest enclosing object."""
     if isinstance(value, str) and _MATCHES.fullmatch(value):
         yield replace(of_matches(value), method=name)
     elif isinstance(value, str):
@@ -145,7 +145,7 @@ def _chosen(requests: list[RequestLog], method: str | None) -> list[RequestLog]:
 
 
 def _line(line: str) -> Node | None:
-    """Returns a line of an engine's log as an object; None for any other line."""
+    """Converts a log line of vLLM or llama.cpp to an object for ``_READERS``; None for others."""
     if found := _VLLM_LINE.search(line):
         drafted, mean, rates = found[1], 0.0, found[2]
     elif found := _LLAMA_LINE.search(line):
@@ -170,7 +170,7 @@ def _vllm(node: Node, options: ReadOptions) -> RequestLog:
 
 
 def _sglang(node: Node, options: ReadOptions) -> RequestLog:
-    """Reads ``meta_info``; older servers have other names for the accepted and drafted totals."""
+    """Reads SGLang's ``meta_info``; older servers name accepted and drafted totals differently."""
     passes = node["spec_verify_ct"]
     accepted = node.get("spec_num_correct_drafts", node.get("spec_accept_token_num"))
     drafted = node.get("spec_num_proposed_drafts", node.get("spec_draft_token_num"))
@@ -183,7 +183,7 @@ def _sglang(node: Node, options: ReadOptions) -> RequestLog:
 
 
 def _sglang_lengths(node: Node, _: ReadOptions) -> RequestLog:
-    """Reads lengths of passes, which include the target's own token unless one of them is 0."""
+    """Reads SGLang's lists of lengths, which count the target's own token unless one is 0."""
     accepted = _whole(node["accept_lengths"], "accept_lengths")
     own = int(accepted.min() > 0)
     return of_passes(accepted - own, _whole(node["verify_lengths"], "verify_lengths") - own)
@@ -208,8 +208,8 @@ def _lengths(key: str, node: Node, options: ReadOptions) -> RequestLog | None:
 
 
 def _trace(node: Node, options: ReadOptions) -> RequestLog:
-    """Reads a log with a pass from every position; keeps those of one decoding, each beginning
-    where the one before ended, and at most ``draft_tokens`` accepted.
+    """Reads ``acc_len``, the number of tokens that a pass from each position emits. Keeps the
+    passes that one decoding makes, with at most ``draft_tokens`` accepted tokens each.
     """
     emitted = _whole(node["acc_len"], "acc_len", 1)
     longest = options.draft_tokens or max(int(emitted.max()) - 1, 1)

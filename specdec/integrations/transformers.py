@@ -75,7 +75,7 @@ _WARPERS = (
     (TopKLogitsWarper, "top_k", 0),
     (TemperatureLogitsWarper, "temperature", 1e-6),
 )
-"""The last processors in reverse order: class, key of ``SamplingParams``, excluded lower bound."""
+"""Last processors of a list, last first: class, key of ``SamplingParams``, exclusive minimum."""
 
 
 @dataclass
@@ -123,8 +123,8 @@ def generate(
         stopping_criteria: called with one row, int64[1, T], after each token, and no scores.
         strategy: a preset of ``specdec list``.
         draft_model: a model with the target's tokenizer.
-        eagle_head, exact: see ``LoadedPair``.
-        overrides: changes of source, policy, verifier, executor, serving, as on the command line.
+        eagle_head, exact: folder of an EAGLE head; whether rows have the bits of plain decoding.
+        overrides: words such as "policy.gamma=4" for source, policy, verifier, executor or serving.
         config_dirs: further configuration trees (``--config-dir``).
         seed: seed of sampling; if None, it is taken from torch's global generator.
         token_streamer: receives the prompt and each new token; for one row only.

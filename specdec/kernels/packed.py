@@ -65,9 +65,9 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> int:
-    """Replaces all linear layers of ``model``, a runner's own copy, in place; returns their number.
+    """Replaces all linear layers of ``model`` by ``PackedLinear`` in place; returns their number.
 
-    The model from which the copy was made keeps the plain weights.
+    ``model`` must be a runner's own copy; the model that was copied keeps its plain layers.
     """
     found = [
         (child, parent, name)

@@ -90,7 +90,7 @@ class _SwiGLU(nn.Module):
 
 
 def use_swiglu(model: nn.Module) -> int:
-    """Wraps all gated MLPs of ``model`` in ``_SwiGLU``, in place; returns their number."""
+    """Replaces all gated MLPs of ``model`` by fused ones, in place; returns their number."""
     found = [
         (parent, name, child)
         for parent in model.modules()

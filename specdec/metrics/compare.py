@@ -23,11 +23,11 @@ def comparison_row(
     *,
     claims: str = "token",
 ) -> dict[str, Any]:
-    """Returns a row of ``comparison.json``. ValueError: no runs, or another number of ``ar_runs``.
+    """Returns a row of ``comparison.json``; ``runs`` and ``ar_runs`` have one run per repeat.
 
-    The row has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main
-    times, ``repeats``, and the ratios to ``ar`` that docs/metrics.md names. Tokens are compared
-    only if ``claims``, what the verifier guarantees (``types.Lossless``), is "token".
+    It has every metric of ``summarise`` (medians over repeats), ``<name>_range`` of the main times,
+    and ratios to ``ar`` (docs/metrics.md). Tokens are compared only if ``claims`` is "token".
+    ValueError without runs, or if the numbers of repeats differ.
     """
     if not runs:
         raise ValueError(f"{strategy}: no finished repeat to report")

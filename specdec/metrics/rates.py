@@ -157,7 +157,7 @@ def acceptance_keys(lengths: Counter[int], drafted: int, deepest: int) -> dict[s
 
     Args:
         lengths: number of decided tokens, at least 1 -> steps that decided as many.
-        drafted: draft tokens, the nodes of trees.
+        drafted: number of draft tokens submitted to the target (tree nodes without roots).
         deepest: depth of the deepest draft token that was judged.
     """
     steps = lengths.total()

@@ -87,7 +87,7 @@ class RunTotals:
 
     @staticmethod
     def merge(parts: Iterable[RunTotals]) -> RunTotals:
-        """Sums the totals of parts of one run; ValueError for no parts, or of different runs."""
+        """Sums totals of parts of one run; ValueError for no parts or parts of different runs."""
         items = list(parts)
         if not items:
             raise ValueError("no totals to merge: the run has no finished prompts")

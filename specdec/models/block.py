@@ -82,8 +82,8 @@ class BlockConfig:
 
     Attributes:
         layer: config of its layers: Qwen3Config (queries and keys are normed) or LlamaConfig.
-        layers: indices of target layers whose outputs the drafter's ``fc`` reads, in its order.
-        num_target_layers: layers of the target; the last one's output is read after its norm.
+        layers: indices of target layers whose outputs ``fc`` reads, in the order of its inputs.
+        num_target_layers: layers of the target; the last one's output is read after the final norm.
         block_size: K, rows of a block.
         mask_token: token of all rows but the first.
         from_anchor: whether row 0 predicts the token after the anchor; if not, row 1 does.
@@ -114,9 +114,9 @@ class BlockConfig:
 
 
 class BlockHead(nn.Module):
-    """A DFlash or DSpark drafter, whose parameters are named as in the authors' checkpoints.
+    """A DFlash or DSpark drafter; its parameters are named as in the published checkpoints.
 
-    ``target_ids``, int64[U]: the target's id of each draft token; None: the ids are equal.
+    ``target_ids``, int64[U]: the target's id of each draft token; None if all ids are the same.
     """
 
     target_ids: Tensor | None
@@ -153,7 +153,7 @@ class BlockHead(nn.Module):
         return self._target[0]
 
     def context(self, features: Tensor, positions: Tensor) -> list[Pair]:
-        """Returns keys and values by layer for features [B, T, S] at ``positions``, int64[T]."""
+        """Returns keys, values of each layer for features [B, T, S] at ``positions``, int64[T]."""
         fused = self.hidden_norm(self.fc(features))
         cos, sin = self.rotary(fused, positions[None])
         pairs = []
@@ -210,7 +210,7 @@ class BlockHead(nn.Module):
         return logits
 
     def confidence(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Returns, [..], the estimated probability per row that the target accepts its draft."""
+        """Returns estimates [..] of the probability that the target accepts the rows' drafts."""
         if self.config.confidence > rows.shape[-1]:
             rows = torch.cat([rows, self.markov_head["markov_w1"](before)], -1)
         return torch.sigmoid(self.confidence_head["proj"](rows)[..., 0])
@@ -250,7 +250,7 @@ class BlockRunner:
     def from_pair(
         cls, pair: Any, *, folder: str | None, untrained: Kind, meter: Meter
     ) -> BlockRunner:
-        """Loads the drafter in ``folder``; None: makes one, which ``pair.fitted`` may train."""
+        """Loads the drafter in ``folder``; None: makes one of kind ``untrained`` for ``pair``."""
         last = pair.part(pair.num_layers - 1, pair.num_layers)
         target = {"embedding": pair.input_embedding(), "output": last.get_output_embeddings()}
         if folder is not None:
@@ -264,7 +264,7 @@ class BlockRunner:
         return Context([])
 
     def read(self, context: Context, features: Tensor) -> None:
-        """Extends ``context`` from ``context.length`` on by T positions with features [T, S]."""
+        """Adds keys and values of the next T positions, with features [T, S], to ``context``."""
         weight = self.head.fc.weight
         with torch.inference_mode(), self._meter.model("block", weight.device):
             positions = torch.arange(len(features), device=weight.device) + context.length
@@ -278,7 +278,7 @@ class BlockRunner:
         context.length += len(features)
 
     def rows(self, context: Context, anchor: int) -> Tensor:
-        """Runs a block from ``anchor``; returns states [M, E] of the rows that predict a token."""
+        """Runs a block after the token ``anchor``; returns states [M, E] of the predicting rows."""
         device = self.head.fc.weight.device
         with torch.inference_mode(), self._meter.model("block", device):
             token = torch.tensor([[anchor]], device=device)
@@ -288,7 +288,7 @@ class BlockRunner:
         return found[0, 0]
 
     def logits(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Returns logits [W, U] for rows [W, E]; ``before``, int64[W], are the preceding tokens."""
+        """Returns logits [W, U] for rows [W, E]; ``before``, int64[W]: token before each draft."""
         with torch.inference_mode():
             return self.head.logits(rows, before.to(rows.device))
 
@@ -304,7 +304,7 @@ class BlockRunner:
 
 
 def load_block(folder: Path, target: Any, *, embedding: Tensor, output: nn.Module) -> BlockHead:
-    """Loads a drafter in the authors' layout, that of ``speculators`` or that of transformers.
+    """Loads a drafter from a folder in its authors' layout, that of speculators or transformers.
 
     ``target`` is the target's config. UserError unless the folder has a drafter of a known kind
     for this target.
@@ -378,7 +378,7 @@ def _config(
 
 
 def save_block(head: BlockHead, folder: Path) -> None:
-    """Writes a drafter in the authors' layout, in bfloat16."""
+    """Writes a drafter to ``folder`` in the layout of the published checkpoints, in bfloat16."""
     config = head.config
     tensors = {
         name: p.detach().to("cpu", torch.bfloat16).contiguous()
@@ -476,7 +476,7 @@ def fit_block(head: BlockHead, target: PreTrainedModel) -> BlockHead:
 def confidence_loss(
     head: BlockHead, rows: Tensor, before: Tensor, target: Tensor, drafted: Tensor
 ) -> Tensor:
-    """Returns the cross-entropy between the confidence head and the probability of acceptance.
+    """Returns the mean cross-entropy of the confidence head to the probability of acceptance.
 
     That probability is the sum of min(``target``, ``drafted``), which are distributions [.., U].
     """

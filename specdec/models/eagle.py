@@ -2,7 +2,7 @@
 
 A head is a small decoder. Its row for the token at position p reads that token's embedding and the
 *state* of position p - 1, and predicts the token at p + 1. Where the target has not yet computed
-position p - 1, the state is the head's own output at the row before (it is fed back).
+position p - 1, the state is the head's own output for that position, which is fed back.
 
 EAGLE (arXiv 2401.15077, section 3.2; EAGLE-2 uses the same weights): the state is the target's last
 hidden state after its final norm; ``fc`` reads [embedding; state], and one Llama layer without its
@@ -44,13 +44,13 @@ Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 ATTENTION = "specdec_heads"
-"""Name of ``_attend`` among transformers' attention functions; used by the layers of heads."""
+"""Name under which ``_attend`` is registered in transformers, for the layers of draft heads."""
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Calls ``options["attend"]``; UserError if the layer has another scale, a window or a cap."""
+    """Calls ``options["attend"]``; UserError for a sliding window, a soft cap or another scale."""
     scaled = options.get("scaling") in (None, query.shape[-1] ** -0.5)
     other = [k for k in ("sliding_window", "softcap", "s_aux") if options.get(k) is not None]
     if not scaled or other or key.shape[-1] != value.shape[-1]:
@@ -112,7 +112,7 @@ def causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # 
 
 class EagleHead(nn.Module):
     """An EAGLE head; parameters of its first layer are named ``layers.0.*``, not ``midlayer.*``.
-    ``target_ids``, int64[U]: the target's id of each draft token; None: the ids are equal.
+    ``target_ids``, int64[U]: the target's id of each draft token; None if all ids are the same.
     """
 
     target_ids: Tensor | None
@@ -177,7 +177,7 @@ class EagleHead(nn.Module):
         return 0 if self.config.own_output else sum(p.nbytes for p in self.output.parameters())
 
     def states(self, features: Tensor) -> Tensor:
-        """Maps the target's states ``config.names``, joined to [.., S], to the head's, [.., E]."""
+        """Maps the target's concatenated hidden states [.., S] to the head's states [.., E]."""
         config = self.config
         if config.version == 1:
             return features
@@ -200,7 +200,7 @@ class EagleHead(nn.Module):
             states: [B, T, E], the state of the position before each token, computed by
                 ``self.states`` if the target has processed that position, else by ``fed_back``.
             positions: int64[B or 1, T].
-            attend: attention over rotated queries, keys and values. Default: causal.
+            attend: attention function, called after rotary embedding. Default: causal attention.
         """
         embedded = F.embedding(tokens, self.embedding)
         rotation = self.rotary(embedded, positions)

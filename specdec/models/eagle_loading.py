@@ -1,7 +1,7 @@
 """Reads and writes folders of EAGLE heads: config.json and safetensors, in both known layouts.
 
-The authors' layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config;
-that of ``speculators`` names it ``layers.0.*`` and nests the config. Layer ids in configs count the
+EAGLE's own layout names the first layer of EAGLE-3 ``midlayer.*`` and has a flat Llama config; that
+of ``speculators`` names it ``layers.0.*`` and nests the config. Layer ids in configs count the
 streams that *enter* layers, so id i is the output of layer i - 1. The module also makes untrained
 heads, from which training starts.
 
@@ -52,8 +52,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class HeadFiles:
-    """The files of an EAGLE head: ``config`` is the content of config.json, ``version`` is 1 or 3,
-    ``tensors`` have the names in ``EagleHead`` (and ``d2t``) and are read from disk when used.
+    """The files of an EAGLE head: ``config`` is the content of config.json, ``version`` is 1 or 3.
+    ``tensors``, by parameter name of ``EagleHead`` (and ``d2t``), are read from disk when used.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -174,7 +174,7 @@ def load_head(
 
 
 def save_head(head: EagleHead, folder: str | Path) -> Path:
-    """Writes a head in the EAGLE authors' layout, except weights that are the target's; returns
+    """Writes a head in EAGLE's own layout, without the weights that belong to the target; returns
     ``folder``.
     """
     folder, config = Path(folder), head.config
@@ -211,7 +211,7 @@ def save_head(head: EagleHead, folder: str | Path) -> Path:
 
 def stored_tensors(folder: Path, what: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
     """Reads the tensors in a folder's safetensors files, which stay mapped: unused tensors take no
-    memory. ``what`` is their kind for messages; ``renamed`` maps prefixes of stored names to ours.
+    memory. ``what`` names the folder's kind in messages; ``renamed`` maps stored prefixes to new.
     """
     found = {}
     for path in weight_files(folder, what):
@@ -228,7 +228,7 @@ def stored_tensors(folder: Path, what: str, renamed: Mapping[str, str]) -> dict[
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
-    """Returns a folder's safetensors files; UserError if none; messages call it ``what``."""
+    """Returns a folder's safetensors files; UserError, naming its kind ``what``, if it has none."""
     paths = sorted(folder.glob("*.safetensors"))
     if paths:
         return paths
@@ -305,7 +305,7 @@ def refuse_other_tensors(
 
 
 def mapped_ids(label: str, offsets: Tensor | None, size: int, vocab_size: int) -> Tensor | None:
-    """Returns the target's ids, int64[U]: draft id + ``offsets`` (d2t); None without offsets."""
+    """Returns target ids, int64[U], of the draft ids: id + ``offsets`` (d2t); None without them."""
     if offsets is None:
         if size == vocab_size:
             return None
@@ -354,8 +354,8 @@ def untrained_config(
     layer: Mapping[str, Any] | None = None,
     **variants: Any,
 ) -> EagleConfig:
-    """Returns the config of a one-layer head with the layer sizes and vocabulary of ``target``, its
-    config. ``layer`` overrides entries of the layer's config, ``variants`` fields of the result.
+    """Returns the config of a one-layer head with layer sizes and vocabulary as in ``target``, the
+    target's config. ``layer`` overrides entries of the layer's config, ``variants`` result fields.
     """
     shape, num_layers = layer_shape(target), int(target.get_text_config().num_hidden_layers)
     fields: dict[str, Any] = {

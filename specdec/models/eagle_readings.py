@@ -1,7 +1,7 @@
 """Counts an EAGLE head's accepted drafts under the interpretations of its files that loaders use.
 
-An interpretation is called a *reading*. If a loader's differs from the one in training, decoding
-stays lossless, but fewer drafts are accepted, and no error is raised.
+An interpretation is called a *reading*. If the reading of a loader (vLLM, SGLang, ...) differs from
+that in training, decoding stays lossless, but fewer drafts are accepted, without any error.
 
 Shape letters: S tokens of a text, A drafts.
 """
@@ -37,7 +37,7 @@ class Reading:
 
 
 def readings(files: HeadFiles, frozen: FrozenModel) -> list[Reading]:
-    """Returns the reading that the folder states, then others, each different in one aspect."""
+    """Returns the reading that the files state, then others that differ from it in one aspect."""
     config = files.head_config(frozen.config)
     found = [Reading(config=config)]
 
@@ -107,9 +107,9 @@ def accepted(
     normed: bool = True,
 ) -> list[Tensor]:
     """Drafts ``num_tokens`` greedy tokens at each position of the target's answers, except in
-    loops (repeated n-grams). ``texts`` has tokens int64[S], prompt and answer, and prompt lengths.
-
-    Returns int64[A] per text: for each of A drafts, how many leading tokens equal the answer's.
+    repeated n-grams. ``texts`` has pairs: tokens int64[S] of prompt and answer, prompt length.
+    ``normed`` is as in ``Reading``. Returns int64[A] per text: how many leading tokens of each
+    draft equal the answer's.
     """
     found, dtype = [], frozen.model.get_input_embeddings().weight.dtype
     layers = [layer + 1 for layer in head.config.layers]

@@ -1,7 +1,7 @@
 """Incremental passes of an EAGLE head over this library's caches.
 
-An entry of the head's cache belongs to the token at position p and the state of position p - 1. The
-entry has position p - 1 in the cache, which therefore begins with the sequence's second token.
+An entry of the head's cache comes from the token at position p and the hidden state of position
+p - 1. It has position p - 1 in the cache, so the cache begins with the sequence's second token.
 
 Shape letters: R rows of a pass, F of them whose state is a feature of the target, A rows whose
 logits are computed, E hidden size, S feature size, U draft vocabulary.
@@ -31,7 +31,7 @@ METER_NAME = "eagle"
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """Results of one pass: ``states`` [R, E], which child nodes read; draft ``logits`` [A, U]."""
+    """Results of one pass: ``states`` [R, E], inputs of child rows, and draft ``logits`` [A, U]."""
 
     states: Tensor
     logits: Tensor
@@ -54,8 +54,8 @@ class EagleRunner:
         bits: int | None = None,
     ) -> None:
         """Wraps a head in evaluation mode, whose weights must not change later. If ``backend`` is
-        "onnx", UserError if results for a few tokens differ from PyTorch's; then weights are
-        quantised to ``bits`` (None: not) without a comparison, as this can change only drafts.
+        "onnx", raises UserError if results for a few tokens differ from PyTorch's, then quantises
+        the weights to ``bits`` unless it is None; this can change only drafts and is not compared.
         """
         weight, config = head.fc.weight, head.config
         self.head = head.shared_copy()

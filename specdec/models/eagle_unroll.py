@@ -56,7 +56,7 @@ def unroll(
 
     Row i of step s embeds token i + 1 + s of ``tokens_BS`` and predicts the next token, with the
     target's ``features`` [B, S, F] up to position i. Step 0 has rows for all positions but the
-    last, later steps for ``rows_A``, int64[A]; default and bounds: 0 .. S - 1 - steps.
+    last, later steps for ``rows_A``, int64[A], within (default: all of) 0 .. S - 1 - ``steps``.
     """
     attention = _Unrolled()
     length = tokens_BS.shape[1] - 1

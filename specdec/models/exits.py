@@ -103,7 +103,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, 
 
 
 def save_vocabulary(ids: Tensor, folder: Path) -> None:
-    """Writes the draft vocabulary of all heads in ``folder``; UserError if another is there."""
+    """Writes the draft vocabulary ``ids`` of all heads in ``folder``; UserError if it differs."""
     stored = {"output.ids": ids.int().cpu()}
     path = folder / VOCABULARY
     if path.is_file() and not torch.equal(_read(path)[0]["output.ids"], stored["output.ids"]):

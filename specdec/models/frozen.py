@@ -1,7 +1,7 @@
 """Whole-sequence passes of a frozen transformers model, with access to its layers.
 
 To run a single layer, or only the final norm and output head, transformers' own forward runs on a
-copy of the module tree that lacks the other layers. Gradients reach given states, not weights.
+copy of the module tree that lacks the other layers. Gradients reach input states, not weights.
 
 Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 """
@@ -145,7 +145,7 @@ class _OneLayer:
 
 
 def _text(row_S: Tensor) -> Tensor:
-    """Strips a row's zeros at the end (padding) but one, since a text may end with token 0."""
+    """Removes zeros (padding) at a row's end, except one, since a text may end with token 0."""
     ends = row_S.nonzero()
     return row_S[: int(ends[-1]) + 2 if len(ends) else 1]
 

@@ -36,8 +36,8 @@ _LFS = b"version "  # first bytes of a git-lfs pointer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Properties of a model folder; sizes that its config omits are 0. ``tied``: the output head
-    uses the embeddings' weights; ``has_mtp``: the config mentions MTP layers; ``tensors`` maps the
-    name of each tensor to the file that contains it.
+    uses the embeddings' weights; ``has_mtp``: the config mentions multi-token-prediction layers;
+    ``tensors`` maps the name of each tensor to the name of its file.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class ModelInfo:
 
 
 def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
-    """Checks that a model can be loaded, without loading it; a given ``ModelInfo`` is returned.
+    """Checks that a model can be loaded, without loading it. A ``ModelInfo`` is not checked again.
 
     A name that is no local path is taken as a Hugging Face id. UserError for damaged or missing
     files, formats other than safetensors and GGUF, custom code, models that are not decoder-only.
@@ -80,8 +80,8 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
 
 
 def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
-    """Checks the models of a pair without loading them; ``names`` maps target, draft, ... to paths.
-    UserError if one has other token ids than the target, unless its tokens are ``translated``.
+    """Checks a target and its draft models without loading them; ``names`` are their paths by role.
+    UserError if one, except ``translated``, has other token ids than the ``target``.
     """
     infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
     target = infos["target"]

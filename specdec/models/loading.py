@@ -1,7 +1,7 @@
 """Loads models, whole or by layers, and tokenizers; safetensors only, without remote code.
 
-The first use of a model class makes transformers import all its models, which takes seconds. Our
-modules that cause this are imported in functions, after wrong settings have been refused.
+The first use of a model class makes transformers import all its models, which takes seconds.
+Modules that cause it are imported in functions, so that wrong settings are refused first.
 """
 
 from __future__ import annotations

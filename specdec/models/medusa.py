@@ -95,7 +95,7 @@ class MedusaHeads:
 
 class MedusaHead:
     """One head: a norm, ``block`` [E, E] (None: no block) and ``output`` [V, E] (None: the target's
-    matrix). If a head has a draft vocabulary, ``output`` is [U, E] for the U tokens ``ids``.
+    matrix). If a head predicts only the U tokens ``ids``, int64[U], ``output`` is [U, E].
     """
 
     def __init__(self, target: PreTrainedModel, weights: Weights) -> None:

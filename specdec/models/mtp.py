@@ -56,7 +56,7 @@ class MtpHead(nn.Module):
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend = causal
     ) -> Tensor:
-        """Returns outputs [B, T, E]; arguments as in ``EagleHead``. Rotates by positions + 1."""
+        """Returns outputs [B, T, E]; arguments: see ``EagleHead``. Rotates by ``positions`` + 1."""
         embedded = self._target[0](tokens)
         places = positions + 1
         rotation = None

@@ -33,9 +33,9 @@ def bits_of(name: str, bits: int) -> int:
 
 
 def packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Packs a weight matrix [N, K] for MatMulNBits: returns codes uint8[N, B, 32 bits / 8] and
-    scales float32[N, B]. Codes are unsigned, with an offset of 2^(bits - 1); of two 4-bit codes in
-    a byte the first has the low bits.
+    """Packs a weight matrix [N, K] for MatMulNBits; returns codes uint8[N, B, 4 * bits] and scales
+    float32[N, B]. Codes are stored unsigned, with 2^(bits - 1) added; of two 4-bit codes in a byte,
+    the first has the low bits.
     """
     parts = [_blocks(rows, bits) for rows in weight.split(_ROWS)]
     codes = torch.cat([(codes + 2 ** (bits - 1)).to(torch.uint8) for codes, _ in parts])

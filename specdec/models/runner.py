@@ -5,7 +5,7 @@ extract hidden states, so transformers' own forward runs the slice and no model 
 code. A ``Backend`` computes the passes: ``Eager`` calls that forward; the backends for CUDA graphs,
 ONNX Runtime and exact passes are in modules of their own, imported only when a runner uses them.
 
-Shape letters: R rows of one request, A rows whose logits are computed, E hidden size, V vocabulary.
+Shape letters: R rows (tokens) of one request, A rows with logits, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def in_parts(
     logits_rows: IntArray | None,
     run: Callable[[Sequence[Rows], Tensor | None, IntArray], RunnerOutput],
 ) -> RunnerOutput:
-    """Runs a pass as several smaller ones, ``parts`` in packing order, and joins their outputs.
+    """Runs a pass as several smaller ones, over ``parts`` of its rows; concatenates the outputs.
 
-    ``run`` gets the rows of a part, their hidden states, and, ascending, the indices within the
-    part of those rows whose logits are computed.
+    ``run`` gets the rows of a part, their hidden states, and the ascending indices within the part
+    of rows that need logits. ``hidden`` and ``logits_rows``: see ``ModelRunner.forward``.
     """
     num_rows = sum(len(rows) for part in parts for rows in part)
     wanted = np.arange(num_rows) if logits_rows is None else np.sort(logits_rows)
@@ -246,12 +246,12 @@ def forward_inputs(
 
 KERNELS = ("torch", "triton", "packed")
 GRAPHS = ("off", "replay", "cuda", "auto")
-"""CUDA graphs: "replay" uses only their static buffers; "auto" is "cuda" on GPUs, else "off"."""
+"""Values of ``Execution.graphs``: "replay" uses buffers without graphs, "auto" graphs on GPUs."""
 
 
 def replace_modules(model: Any, execution: Execution, *, device: torch.device) -> None:
-    """Replaces modules of ``model``, a runner's own copy, by those that ``execution`` asks for.
-    Must be called before the first pass, which reads the plain weights into memory.
+    """Replaces modules of ``model``, a runner's own copy, in place as ``execution.kernels`` and
+    ``execution.exact`` require. Call it before a pass, which would read the plain weights.
     """
     kernels, dtype = execution.kernels, model.dtype
     if kernels not in KERNELS:
@@ -383,7 +383,7 @@ class ModelRunner:
 
         Args:
             model: a model, or one of which only these layers are loaded; it is not changed.
-            first_layer, last_layer: the slice has first .. last - 1; None: up to the model's end.
+            first_layer, last_layer: the slice has layers first .. last - 1; None: to the last one.
             capture: names of hidden states of the slice's layers, which every pass returns.
             attention: a value of ``Attention``.
             group: tensor-parallel ranks that share the layers; only exact passes use it.
@@ -419,8 +419,8 @@ class ModelRunner:
         self.backend = make_backend(layers, attention, execution)
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
-        """Returns an empty cache for one request, of ``capacity`` slots at first, contiguous or in
-        blocks of ``pool``.
+        """Returns an empty cache for one request: in contiguous memory, with ``capacity`` slots at
+        first, or in blocks of ``pool`` that are taken as needed.
         """
         if pool is not None:
             return TreeCache(spec=self.spec, capacity=capacity, storage=Paged(pool=pool))
@@ -436,7 +436,7 @@ class ModelRunner:
         """Runs one packed pass over the rows of one or more requests and fills their caches.
 
         Args:
-            rows: results of ``TreeCache.rows`` in packing order, with at least one row in total.
+            rows: results of ``TreeCache.rows``, packed in this order; at least one row in total.
             hidden: [sum R, E], the previous stage's output; None for the first slice.
             logits_rows: int64[A], packed row indices; None: every row; empty: no logits.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the cache in a forward's arguments and outputs since transformers 5.24, and before."""
+"""Names of the cache argument and output of forwards: since transformers 5.24, before 5.24."""
 
 
 def shared_copy(model: PreTrainedModel, shared: Iterable[nn.Module] = ()) -> PreTrainedModel:
@@ -54,7 +54,7 @@ def keep_layers(model: PreTrainedModel, first_layer: int, last_layer: int) -> nn
 
 
 def final_norm(model: PreTrainedModel, copied: PreTrainedModel | None = None) -> nn.Module:
-    """Returns the norm before the output head, of ``model`` or, if given, its cut copy."""
+    """Returns the norm before the output head of ``model`` or, if given, of its cut copy."""
     parent = (copied or model).get_submodule(layers_name(model).rpartition(".")[0])
     norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
     if not norms:

@@ -1,6 +1,6 @@
-"""Draft models with another tokenizer than the target: their common tokens, translated texts.
+"""Draft models with another tokenizer than the target: maps common tokens and translates texts.
 
-For tests and measurements, functions at the end give a model another tokenizer without training.
+For tests and measurements, ``other_tokenizer`` and ``with_vocabulary`` change a model's tokenizer.
 
 Shape letters: V target vocabulary, U draft vocabulary, I tokens that both have, W rows of logits.
 """
@@ -64,7 +64,7 @@ class Vocabulary:
         self, tokenizer: PreTrainedTokenizerBase, *, size: int, end: int | None, name: str
     ) -> None:
         """Reads a fast tokenizer (tokenizer.json); UserError for slow ones and WordPiece. ``size``
-        is the model's vocabulary size, which may exceed the tokenizer's.
+        is the model's vocabulary size, not always the tokenizer's; messages contain ``name``.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -161,7 +161,7 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 @dataclass(frozen=True, slots=True)
 class Tail:
     """The end of a text as draft tokens, the last of which may change when text is added. ``rest``:
-    bytes that follow ``tokens``, are not yet a whole character and are no draft tokens either.
+    bytes after ``tokens`` that are an incomplete character and that no draft tokens stand for.
     """
 
     tokens: tuple[int, ...]
@@ -169,7 +169,7 @@ class Tail:
 
 
 class Translation:
-    """Translates a target's tokens to a draft's: candidates by common tokens, contexts by text.
+    """Maps the tokens that target and draft share, and translates texts from target to draft.
 
     The *token-level intersection* (Timor et al. 2025, arXiv 2502.05202, algorithm 4) has pairs of
     tokens with equal bytes, special tokens with equal text, and the two tokens that end a text.
@@ -201,8 +201,8 @@ class Translation:
         self._cached = lru_cache(_CACHED)(self._extended)
 
     def translated(self, tokens: Iterable[int]) -> Tail:
-        """Translates a whole text, such as a prompt; the target's token for the beginning of a text
-        is replaced by the tokens that the draft's tokenizer puts there.
+        """Translates the target tokens of a whole text, such as a prompt. The target's token for
+        the beginning of a text is replaced by the tokens that the draft's tokenizer puts there.
         """
         ids = list(tokens)
         if ids and ids[0] == self._target.begin:

@@ -187,8 +187,8 @@ class HuggingFacePair(ModelPair):
         group: Collective | None = None,
         capture: Sequence[HiddenName] = (),
     ) -> ModelStage:
-        """Builds a stage; see ``ModelPair.stage``. All ranks of a tensor-parallel ``group`` must
-        run the same batches in the same order.
+        """Builds a stage of the target's layers ``first`` .. ``last`` (exclusive).
+        All ranks of a tensor-parallel ``group`` must run the same batches in the same order.
         """
 
         def load() -> PreTrainedModel:
@@ -263,8 +263,8 @@ class HuggingFacePair(ModelPair):
         exits: Sequence[int],
         group: Collective | None = None,
     ) -> ExitStage:
-        """Builds a stage with exit heads. The ranks of a tensor-parallel ``group`` share the
-        layers, but each of them has the complete heads.
+        """Builds a stage with exit heads after each number of target layers in ``exits``.
+        The ranks of a tensor-parallel ``group`` split the layers, but each has the complete heads.
         """
         outside = [layer for layer in exits if not first < layer <= last]
         assert not outside, f"exits {outside} are not in {first} .. {last}"

@@ -47,15 +47,15 @@ class ModelOptions:
     Attributes:
         dtype: type of the weights; auto: the checkpoint's on CUDA devices, float32 on others.
         device: a torch device; auto: the GPU if there is one.
-        attention: a value of ``specdec.attention.backends.Attention``, or auto.
-        graphs, kernels: see ``specdec.models.execution.Execution``.
+        attention: kernel of tree attention; auto: triton on GPUs that can run it, else dense.
+        graphs, kernels: CUDA graphs, fused or packed kernels (``models.execution.Execution``).
         quantization: quantisation of the weights in ONNX Runtime, for all models; values that begin
             with ``draft_`` leave the target as it is.
         head_bits: bits per weight of an EAGLE head's matrices in ONNX Runtime; None: float32.
         backend: eager (PyTorch), onnx (ONNX Runtime), or auto: onnx for all models if it can run
             each.
         exit_layer: number of layers before the early exit; None for no exit.
-        exit_head: kind of the exit heads.
+        exit_head: what precedes an exit's output matrix, a norm or a decoder layer and a norm.
         exact: whether each row must have the bits of plain decoding in any pass (docs/exact.md).
     """
 
@@ -87,7 +87,7 @@ class ModelOptions:
             )
 
     def special(self) -> list[tuple[str, str, str]]:
-        """Returns (name, value, plain value) of the options that change how a pass is computed."""
+        """Returns (name, value, plain value) of options by which a pass is not plain PyTorch."""
         return [
             (name, _yaml(value), _yaml(plain[0]))
             for name, plain in _PLAIN.items()

@@ -159,7 +159,7 @@ class RandomPair(HuggingFacePair):
         return model
 
     def token_samples(self) -> IntArray:
-        """Returns greedy continuations by the draft model, each followed by token 0."""
+        """Returns int64[N]: greedy continuations by the draft model, each followed by token 0."""
         starts = torch.arange(1, min(self.vocab_size, 33), device=self.device)[:, None]
         with torch.inference_mode():
             tokens = self.draft.generate(

@@ -117,8 +117,8 @@ class SyntheticModels(RecordedPair):
         Args:
             law: the acceptance model: tokens of the target, and the draft's ranks of them.
             num_layers: layers of the target, the largest possible number of stages.
-            middle_top1: ``top1`` of a middle model, which is right wherever the draft is if its
-                chances are larger; where both err, they propose the same token. Empty: none.
+            middle_top1: per class, a middle model's chance of a right first candidate. If larger,
+                it is right wherever the draft is; if both err, both propose the same. Empty: none.
             covers: "chain" if ``law`` describes acceptance of a chain's tokens, "tree" if it
                 describes whether any node of a measured tree was accepted.
             draft_name: the measured draft, whose time the latency profile must have.
@@ -169,7 +169,7 @@ class RecordedSequences(HiddenPair):
     Each recorded position is a class of its own (see ``HiddenPair``).
 
     Attributes:
-        class_logprobs: float64[P, K].
+        class_logprobs: float64[P, K], log probabilities of each position's candidates, decreasing.
     """
 
     def __init__(self, *, record: Record, seed: int = 0) -> None:

@@ -131,7 +131,7 @@ def _translated(table: torch.Tensor) -> TranslatedDraft:
 
 
 class TableHeads:
-    """Stand-in for ``MedusaHeads`` with the exact distributions of later tokens (table powers)."""
+    """Stand-in for ``MedusaHeads``: exact distributions of later tokens, by transition matrices."""
 
     head_bytes = 0
     trained = True
@@ -164,7 +164,7 @@ class _Drafter:
 
 
 class TableBlock(_Drafter):
-    """Stand-in for ``BlockRunner`` with four draft tokens, from powers of a table.
+    """Stand-in for ``BlockRunner`` with four draft tokens, by powers of the transition matrix.
 
     The logits depend on the anchor token, on the last state of the context and, for a DSpark
     drafter, on the token before.

@@ -1,4 +1,4 @@
-"""What a plan knows of the acceptance of draft tokens: an acceptance model or a recorded run."""
+"""How often a plan expects draft tokens to be accepted: by an acceptance model or recorded run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LENGTH = 64  # tokens per prompt
 def measure_alone(
     models: ModelsHere, chosen: PlanOptions, keys: Sequence[str]
 ) -> tuple[Plan, Candidate]:
-    """Returns the plan and its best candidate; ``keys`` are the set keys of the section ``model``.
+    """Returns the plan and its best candidate; ``keys``: those with a value in section ``model``.
 
     Ctrl+C ends the measurement; the plan then uses the prompts decoded so far.
     """

@@ -217,8 +217,8 @@ def _decides(
 def _by_batch(
     search: Search, of_presets: Sequence[Candidate], plain: Candidate
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row on the fastest candidate per context and batch size, but not for the first pair,
-    which the plan ranks. Tries each preset's best, also with one size divided by 2 or 4.
+    """Yields a row on the fastest candidate for each (context, batch size) but the first, which the
+    plan ranks. Tries each preset's best, and variants with one policy size divided by 2 or 4.
     """
     machine, chosen = search.machine, search.chosen
     contexts = chosen.context if machine.prices_context else chosen.context[:1]

@@ -137,12 +137,12 @@ def presets(
     *,
     measured: bool = False,
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Returns the presets that can be simulated, without layouts, and why the others cannot.
+    """Returns the presets that can be simulated, in the default layout, and why others cannot.
 
-    ``pair`` gives a draft's acceptance by a fit or a recorded run; plain decoding is then added to
-    ``names`` (empty: all). Without ``pair`` the real models decode, so sources may read tokens and
-    hidden states. Sources with a model or head of their own are then refused, unless
-    measured runs will correct the costs (``measured``).
+    ``words`` are configuration overrides, ``extra`` configuration folders. With ``pair``, which has
+    a fitted or recorded acceptance, plain decoding is added to ``names`` (empty: all). Without it
+    real models decode, so sources may read tokens and hidden states, but those with a model or head
+    of their own are refused unless measured runs will correct the costs (``measured``).
     """
     known = options("strategy", extra)
     for name in names:
@@ -203,7 +203,7 @@ class Unit:
 
     @property
     def later_answers(self) -> int:
-        """Number of answers after each request's first, with which the decode phase begins."""
+        """Number of answers in decode phases, which begin with the first answer to each request."""
         return self.answers - self.requests
 
     @staticmethod
@@ -274,7 +274,7 @@ def interval(values: FloatArray) -> tuple[float, float]:
 
 
 class Simulator:
-    """Decodes prompts with candidates, and stores the results in a file for a resumed search."""
+    """Decodes prompts with candidates on a simulated clock; stores results for a resumed search."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class PlanRequest:
 def plan_request(
     words: Sequence[str], extra: Sequence[Path] = (), keys: Mapping[str, Any] | None = None
 ) -> PlanRequest:
-    """Checks a command before anything is decoded; ``keys`` are plan options as Python values."""
+    """Parses and checks command-line ``words`` and the plan options ``keys`` (Python values)."""
     chosen, rest = split_words(words, keys or {})
     for override in parse(rest):
         section = str(override.key_or_group).lstrip("+~").partition(".")[0]
@@ -254,7 +254,7 @@ def plan(
     output_dir: str | Path | None = None,
     **keys: Any,
 ) -> Plan:
-    """Plans a method, its sizes and its layout, as ``specdec plan`` does.
+    """Chooses a strategy, its policy's sizes and its device layout, as ``specdec plan`` does.
 
         specdec.plan(["model=law_pipespec_1b_70b"], profile="specpipe_8x3090", devices=9).frame
 

@@ -34,7 +34,7 @@ _LAYERS = {0.07: 2, 0.5: 24, 1.2: 16, 3.0: 28, 8.0: 32, 13.0: 40, 33.0: 60, 70.0
 """Billions of parameters -> number of layers, of published Llama and Qwen models."""
 
 ERROR = 0.25
-"""Relative error taken for computed pass times: 75 % of held-out ones err less (median 11 %)."""
+"""Relative error assumed for computed pass times; 75 % of held-out times had less, median 11 %."""
 
 
 class DoesNotFit(Exception):
@@ -124,7 +124,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled(Machine):
-    """A machine with measured pass times: of a latency profile, or of this one per batch size.
+    """A machine with measured pass times, of a latency profile or measured here per batch size.
 
     Stage times are scaled to the layout's number of stages. Layouts with fewer target devices than
     the profile has stages are refused, since the target is assumed not to fit on them.
@@ -212,7 +212,7 @@ def pass_ms(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described(Machine):
     """A machine that the user describes (keys: docs/plan.md); a roofline formula gives its times.
-    In a layout over several boxes, every transfer takes as long as one between boxes.
+    In a layout over several hosts (``boxes``), every transfer takes as long as one between hosts.
     """
 
     note: str = "described machine: roofline, efficiencies fitted to 156 published pass times"

@@ -109,7 +109,7 @@ class ModelsHere:
 
 
 def typical(units: Sequence[Unit]) -> Unit:
-    """Returns the run of median time; of an even number of runs, the middle two's mean times."""
+    """Returns the run with the median time; for an even number, the middle two's times averaged."""
     ordered = sorted(units, key=lambda unit: unit.clock_s)
     low, high = ordered[(len(units) - 1) // 2], ordered[len(units) // 2]
     return replace(low, **{name: (getattr(low, name) + getattr(high, name)) / 2 for name in TIMES})

@@ -181,7 +181,7 @@ class Search:
                     self._try(best.with_size(key, value), tried)
 
     def _round(self, left: Sequence[Candidate], count: int, kept: int) -> list[Candidate]:
-        """Runs ``count`` prompts; returns up to ``kept``: each preset's best, then close others."""
+        """Runs candidates on ``count`` prompts; returns each preset's best and close others."""
         self.progress.phase(f"{len(left)} candidates on {count} prompts", len(left))
         stay: list[Candidate] = []
         for candidate in left:

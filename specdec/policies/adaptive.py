@@ -44,10 +44,10 @@ class _Round:
 
 @dataclass(slots=True)
 class _Record:
-    """What one request's rounds (draft, verify) with each arm have gained and cost.
+    """Gains and costs of one request's rounds (draft, then verify) with each arm.
 
     Attributes:
-        gains, costs: per arm, tokens and seconds per round.
+        gains, costs: per arm, mean tokens and mean seconds per round.
         since: per arm, number of the request's rounds since the arm was last used.
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
@@ -63,10 +63,10 @@ class _Record:
 class Adaptive(TreePolicy):
     """Chooses per request and round the arm with the best gain per cost; arm 0 is plain decoding.
 
-    An arm's *gain* is the mean number of tokens that a round with it commits. The mean of the
-    request's own rounds is combined with that of all requests, which has the weight of four rounds.
-    Its *cost* is the mean time from the start of a round to that of the next, on the run's clock,
-    combined in the same way.
+    A *round* is one draft and its verification. An arm's *gain* is the mean number of tokens
+    committed per round: the mean of the request's own rounds, combined with that of all requests,
+    which has the weight of four rounds. An arm's *cost* is the mean time on the run's clock from
+    the start of a round to the start of the next, combined in the same way.
 
     Arms that are not the best are tried again, the longest unused first, in trials of two rounds
     (in the first a source also has to catch up), as long as the net time lost is at most

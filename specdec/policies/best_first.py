@@ -51,15 +51,15 @@ class BestFirst(TreePolicy):
     Args:
         bs: nodes per target pass, including the root, at least 2 (the paper: 8).
         w: leaves per expansion (the paper: 8).
-        d: expansions per target pass; "complete" (serial form only): see above; "until_ready" or
-            None (asynchronous form only): until the target is ready. The configuration replaces
-            "ratio" and "ratio_plus_one" by a number derived from the latency profile.
+        d: number of expansions per target pass. "complete" (serial form only) is described above;
+            "until_ready" or None (asynchronous form only) expands until the target is ready. The
+            configuration replaces "ratio" and "ratio_plus_one" by a number for the latency profile.
         children: candidates per expanded leaf; the paper does not state it. Default: max(bs, w).
         asynchronous: expand in ``overlap`` instead of in ``select``.
-        min_mass: minimum total probability of the ``w`` best leaves (an upper bound on the tokens
-            gained) for an expansion to pay; useful: (time of a draft pass / of a target pass) x
-            tokens per pass. Serial form: a request's expansions end early below it. Asynchronous
-            form: ``select`` expands as long as it is reached. 0: not used.
+        min_mass: minimum total probability of the ``w`` best leaves, an upper bound on the tokens
+            gained, for an expansion to pay. A useful value is (time of a draft pass / time of a
+            target pass) x tokens per pass. In the serial form a lower total ends a request's
+            expansions; in the asynchronous form ``select`` expands until then. 0 disables it.
         min_prob: nodes whose draft probability of being on the target's path is lower are neither
             expanded nor submitted; useful up to (time that a row adds / time of a target pass) x
             tokens per pass.
@@ -151,8 +151,8 @@ class BestFirst(TreePolicy):
         """Expands the ``w`` most probable leaves of each request in one call of the source; if
         ``paying``, only of requests for which ``_pays`` is true.
 
-        ``unanswered``, request id -> slots, excludes leaves, and receives those for which the
-        source had no candidates. Returns the requests that had leaves to expand.
+        Leaves in ``unanswered`` (request id -> slots) are skipped; leaves without candidates from
+        the source are added to it. Returns the requests whose leaves were expanded.
         """
         leaves = []
         for request in requests:
@@ -189,7 +189,7 @@ class BestFirst(TreePolicy):
 
 
 def mass(tree: TokenTree, slots: IntArray) -> float:
-    """Returns the sum of the nodes' draft probabilities, each of its whole path below the root."""
+    """Returns the sum of the nodes' probabilities; a node's is that of its path below the root."""
     return sum(map(exp, tree.scores.take(slots).tolist()))
 
 

@@ -45,9 +45,9 @@ def grow_chains(
     lengths: Sequence[tuple[RequestState, int]],
     children: int = 1,
 ) -> None:
-    """Grows a chain of first candidates below each root. One source call per token extends all
-    chains; it requests ``children`` candidates. ``lengths`` has (request, tokens below the root); a
-    chain ends at ``last_position``.
+    """Grows a chain of first candidates below each root in ``lengths``, pairs (request, number of
+    tokens below the root). One source call per token extends all chains and requests ``children``
+    candidates per node. A chain ends at ``last_position`` at the latest.
     """
     growing = []
     for request, gamma in lengths:

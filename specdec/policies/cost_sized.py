@@ -25,7 +25,7 @@ _SMALL = (1, 4)  # draft passes and nodes
 
 @dataclass(slots=True)
 class _Round:
-    """When one round of a request started, what it submitted, and with which probability."""
+    """Times and sizes of one round (draft, then verify) of a request."""
 
     answers: int  # answers of the request before the round
     began_s: float
@@ -56,8 +56,8 @@ class CostSized(BestFirst):
     pass. The k-th expansion gains a token if at least k drafted tokens are accepted, which is taken
     as proportional to the total probability of its leaves; it costs a pass of the source and the
     rows that it adds. The draft's probabilities are not the target's, so both gains are multiplied
-    by the ratio of accepted to expected tokens so far: the ratio of the request, with that of all
-    requests as a prior of weight 4 (expected tokens), whose own prior is 1 with weight 1.
+    by the request's ratio of accepted to expected tokens so far. Its prior, with the weight of 4
+    expected tokens, is the ratio of all requests, whose prior is 1 with the weight of 1 token.
 
     Times are those of ended rounds, on the run's clock. Drafting is timed only in rounds that
     follow a round with drafting, since otherwise the source first has to catch up. The first four
@@ -131,7 +131,7 @@ class CostSized(BestFirst):
         return [text]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
-        """Returns the round's limits of depth and nodes; a trial round ignores costs up to them."""
+        """Returns the round's limits (draft passes, nodes), within which a trial ignores costs."""
         depth, size = len(self._leaves), self.bs
         self._given = True
         records = [self._records[request.id] for request in requests]

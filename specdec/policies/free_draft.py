@@ -28,8 +28,8 @@ class FreeDraft(TreePolicy):
     """Base of policies that start one draft pass after another until the target is ready.
 
     A request has one chain of tokens below its root, to which all models of the source contribute
-    (``Chain``): a draft model, and middle models if there are ``num_levels`` > 1. Rejection
-    verifiers, whose output for a seed would depend on times, are not allowed.
+    (``Chain``): a draft model, and middle models if ``num_levels``, the number of models, is above
+    1. Rejection verifiers, whose output for a seed would depend on times, are not allowed.
 
     Args:
         ahead: maximum number of tokens below the root, of all models.
@@ -147,7 +147,7 @@ class Chain:
         return new[:0] if num < self.least and self._grows(len(path)) else new
 
     def work(self, level: int) -> IntArray:
-        """Returns int64[W]: ids of the nodes to expand in a model's next pass; none if it waits."""
+        """Returns int64[W]: node ids for the next pass of model ``level``; none while it waits."""
         tree = self._tree
         path = self._to(0 if level == 0 else level - 1)
         inside = path[tree.positions[path] < last_position(self.request)]
@@ -178,7 +178,7 @@ class Chain:
         self._advance()
 
     def judged(self, level: int, ids: IntArray, candidates: Candidates, rows: slice) -> None:
-        """Stores a model's next token after each of ``ids``, from ``rows`` of ``candidates``."""
+        """Stores model ``level``'s next token after each node, from ``rows`` of ``candidates``."""
         tokens = np.where(candidates.counts[rows] > 0, candidates.tokens[rows, 0], _NO_TOKEN)
         live = self._tree.slots(ids) != NO_NODE
         self.predicted[level].update(zip(ids[live].tolist(), tokens[live].tolist(), strict=True))
@@ -199,7 +199,7 @@ class Chain:
         self._advance()
 
     def _advance(self) -> None:
-        """Moves every model as far as its predictions reach; later models override earlier ones."""
+        """Advances ``reached`` of every model by its predictions; later models override earlier."""
         for level in range(1, self.num_levels):
             while self._step(level):
                 pass
@@ -237,7 +237,7 @@ class Chain:
         return int(tree.append(np.array([parent]), np.array([token]), np.zeros(1))[0])
 
     def _end(self, slot: int) -> int:
-        """Returns the slot of the end of the newest chain below a node, by its latest children."""
+        """Returns the slot where the newest chain below a node ends (follows the last children)."""
         tree = self._tree
         while len(children := tree.children(slot)):
             slot = int(children[-1])

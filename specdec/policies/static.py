@@ -30,10 +30,10 @@ from specdec.types import Commit, IntArray, Nodes, Output
 class Static(TreePolicy):
     """Builds trees of a fixed shape: each node at depth ``d`` has ``branching[d]`` children.
 
-    They are its first candidates. This is SpecInfer's expansion configuration (section 3); the
-    default is its <1,1,3,1,1,1,1,1>. The topology does not depend on the candidates' values, so
-    sampled candidates stay unbiased under rejection. ``draft_overlap`` sets when the tree after the
-    one under verification is drafted:
+    A node's children are its first candidates. This is SpecInfer's expansion configuration (section
+    3); the default is its <1,1,3,1,1,1,1,1>. The topology does not depend on the candidates'
+    values, so sampled candidates stay unbiased under rejection. ``draft_overlap`` sets when the
+    tree after the one under verification is drafted:
 
     *none*: after the answer, while the target waits.
 
@@ -42,7 +42,7 @@ class Static(TreePolicy):
     the submitted tree. If the answer leads to one of them, only the rest of its tree is drafted
     after the answer. Rejection verifiers cannot be used, since roots are selected by value.
 
-    *full*: an upper limit that no implementation reaches: the next root is known in advance.
+    *full*: during the verification, as if the next root were known: a limit that nothing reaches.
 
     Args:
         branching: children per node, level by level from the root down; not empty.
@@ -133,7 +133,7 @@ class Static(TreePolicy):
         requests: Sequence[RequestState],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Completes the requests' trees level by level, until ``stop`` returns true."""
+        """Drafts the requests' trees level by level, until complete or ``stop`` returns true."""
         growing = [(request, np.zeros(1, np.int64)) for request in requests]
         spare = self.guesses if self.draft_overlap == "rule" else 0
         for children in self.branching:
@@ -175,7 +175,7 @@ class Static(TreePolicy):
 
 
 def _next_level(tree: TokenTree, level: IntArray, children: int) -> IntArray:
-    """Makes nodes of each node's first candidates; returns the next level's slots, int64[W]."""
+    """Makes nodes of each node's first ``children`` candidates; returns the next level's slots."""
     existing = NO_SLOTS
     if len(level) and int(level[-1]) + 1 < len(tree):  # part of a tree survived a commit
         existing = np.flatnonzero(np.isin(tree.parents, level))

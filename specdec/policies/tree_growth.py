@@ -30,8 +30,8 @@ def live_requests(state: DecodeState) -> list[RequestState]:
 
 
 def ready_requests(state: DecodeState, *, serial: bool) -> list[RequestState]:
-    """Returns the requests whose nodes may be submitted in this step, in order of admission: it is
-    their turn, their prefill is submitted, and for a ``serial`` policy no answer is outstanding.
+    """Returns the requests whose nodes may be submitted in this step, in order of admission: those
+    in ``state.turn`` whose prefill is submitted and, if ``serial``, without unanswered nodes.
     """
     return [
         request
@@ -138,9 +138,9 @@ def most_probable(
     With ``tree.scores`` for both they form the best connected subgraph (SwiftSpec Alg. 1), since a
     child's score is at most its parent's. Ties go to nodes before candidates, then in slot order.
 
-    ``node_scores`` float64[N]; ``parent_scores`` float64[N], added to the log-probabilities of each
-    node's candidates (-inf excludes); selected nodes score at least ``min_score`` (the root's score
-    is 0). Returns int64[<= num]: slots, in slot order.
+    ``node_scores``, float64[N], are the nodes' scores; ``parent_scores``, float64[N], are added to
+    the log-probabilities of each node's candidates (-inf excludes). Selected nodes score at least
+    ``min_score`` (the root's score is 0). Returns int64[<= num]: slots, in slot order.
     """
     num_nodes = len(tree)
     candidate_scores = tree.candidate_logprobs + parent_scores[:, None]  # [N, K]
@@ -199,7 +199,7 @@ def best_of_level(request: RequestState, level: int, num: int) -> IntArray:
 
 
 def draft_passes(profile: LatencyProfile | None, *, stages: int = 1, rows: int = 1) -> float | None:
-    """Returns target pass time / draft pass time, at ``rows`` draft rows; None if unknown."""
+    """Returns target pass time / time of a draft pass of ``rows`` rows; None if unknown."""
     if profile is None:
         return None
     target_ms, draft_ms = profile.ms(Work.STAGE, 1), profile.ms(Work.DRAFT, rows)

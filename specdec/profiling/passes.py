@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def spread(self) -> float:
-        """Half of the range over the median; 0 if the median is 0."""
+        """Half of the range divided by the median, or 0 if the median is 0."""
         return (max(self.ms) - min(self.ms)) / 2 / self.median_ms if self.median_ms else 0.0
 
     def to_json(self) -> dict[str, Any]:

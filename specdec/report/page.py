@@ -121,7 +121,7 @@ def _comparison(report: ResultsReport) -> bytes | None:
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
-    """Returns the pictures and the page of trees of the first traced run."""
+    """Returns pictures (name -> PNG) of the first traced run, and its folder and page of trees."""
     for result in report.results:
         path = result.folder / traced.TREES_FILE
         trees = read_json(path)

@@ -50,9 +50,9 @@ _RECORD, _OWN = TypeAdapter(RequestRecord), [own.name for own in fields(RequestR
 
 
 class RequestWriter(AbstractContextManager["RequestWriter"]):
-    """Appends finished requests; removes an incomplete last line that a killed process has left.
+    """Appends finished requests to a file; removes an incomplete last line of a killed process.
 
-    ``records`` has the requests that a resumed run need not decode again.
+    ``records`` maps (strategy, repeat, prompt id) to the records that a resumed run reuses.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -89,7 +89,7 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
 
 
 def read_requests(path: str | Path) -> list[RequestRecord]:
-    """Reads the finished requests; the last line of each counts, an incomplete line does not."""
+    """Returns the finished requests of a file: the last complete line of each."""
     records, _ = _read(Path(path))
     return list({(r.strategy, r.repeat, r.result.id): r for r in records}.values())
 
@@ -265,7 +265,7 @@ def token_frame(*sources: Source) -> DataFrame:
 
 
 def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's metrics, with ``acceptance_length`` in tokens decided per answer."""
+    """Returns one prompt's metrics; ``acceptance_length``: emitted or cut-off tokens per answer."""
     c, phase, count = result.counters, decode_phase(result), len(result.output)
     return {
         "prompt": result.id,

@@ -288,7 +288,7 @@ def advice_of(
 
 
 def _better_size(row: Row, plain: Row, policy: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns the predicted gain of another size of tree, and a line of advice; (0, "") for none.
+    """Returns a better tree size's predicted speed-up, and a line of advice; (0, "") without any.
 
     A chain's best length follows from Leviathan et al. (2023), Theorem 3.8, if a pass costs a
     constant plus a term per row; other trees are halved if their passes cost more than the tokens

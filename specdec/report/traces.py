@@ -21,7 +21,7 @@ _COLORS: Mapping[str, str] = {
     "transmit": "#edae49",
     "wait": "#e9e9e9",
 }
-"""Phase -> colour. Drafting, also compute, has its own as it runs in parallel with the stages."""
+"""Phase -> colour. Drafting, also compute, has another colour, as it runs beside the stages."""
 
 _WIDE_STEPS, _NEAR_STEPS = 90, 9
 _MAX_BARS = 20_000  # more bars could not be distinguished
@@ -126,7 +126,7 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
 
 
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
-    """Returns a row per decided token: a ``Judgement``, its ``reason`` and a ``bin`` of ranks."""
+    """Returns a row per decided token: fields of ``Judgement``, ``reason``, and ``bin`` of rank."""
     rows = [
         row
         for request in trees["requests"]

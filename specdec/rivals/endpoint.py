@@ -95,8 +95,8 @@ class Endpoint:
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
     ) -> RivalOutput:
-        """Decodes one prompt, as ``RivalProcess.generate``. If the server counts no draft tokens,
-        every chunk of its stream counts as one target pass.
+        """Decodes token ids; ``sampling`` has the keys temperature, top_p, top_k and seed.
+        If the server counts no draft tokens, every chunk of its stream counts as one target pass.
         """
         text = self._text_of(prompt) if self._options.prompt == "text" else None
         body: dict[str, Any] = {"model": self._model, "max_tokens": max_new_tokens, "stream": True}

@@ -23,7 +23,7 @@ _COMPUTING_SHARE = 0.05  # share of the wall time from which a thread counts as 
 
 
 def disturbance(cpu: Mapping[str, Any]) -> str:
-    """Explains in a clause how other work disturbed a measurement's times; "" if it did not."""
+    """Explains in a clause how other work disturbed ``CpuMeter``'s times ``cpu``; "" if not."""
     wall_s = cpu["wall_s"]
     if wall_s <= 0:
         return ""

@@ -133,7 +133,7 @@ def compare_jobs(
 class _Decoding:
     """Decodes the prompts of the first configuration with every strategy.
 
-    ``records``: (strategy, repeat, prompt id) -> request. ``runs``: strategy -> one run per repeat.
+    ``records``: (strategy, repeat, prompt id) -> record. ``runs``: strategy -> one run per repeat.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class _Decoding:
         return 1 + (len(prompt.source.later) if all_turns and prompt.source else 0)
 
     def _next_turn(self, prompt: TokenPrompt, name: str, repeat: int) -> list[TokenPrompt]:
-        """Returns [the dialogue's next prompt], after the strategy's answers; [] at its end."""
+        """Returns a list of the dialogue's next prompt, with earlier answers; [] at its end."""
         turn, first = divmod(prompt.id, TURN_IDS)
         if turn + 1 >= self._num_turns(prompt):
             return []
@@ -279,7 +279,7 @@ class _Decoding:
         return answers
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
-        """Writes ``record.npz``, with one more draft pass per prompt, which no metric counts."""
+        """Writes record.npz, the draft's ranks of the outputs, by an uncounted pass per prompt."""
         cfg, pair = self._base, self.pair
         self._progress.phase("recording the draft", len(results))
         models = pair.section()

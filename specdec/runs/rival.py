@@ -41,7 +41,7 @@ class RivalOptions:
 
 @dataclass(kw_only=True, eq=False)
 class RivalBaseline(OneByOne):
-    """Decodes with another runtime, which knows end tokens, not stop strings or no_repeat_ngram."""
+    """Decodes with another runtime, without stop strings and ``sampling.no_repeat_ngram``."""
 
     server: RivalProcess | Endpoint
     runtime: str
@@ -141,7 +141,7 @@ def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRule
 def nats_per_byte(
     pair: PretrainedPair, server: RivalProcess, runtime: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Returns -log p per byte of ``HELD_OUT`` by the runtime's model and by the pair's target."""
+    """Returns -log p per byte of ``HELD_OUT`` by the server's model and by the pair's target."""
     text = HELD_OUT.read_text(encoding="utf-8")
     ids = pair.tokenizer(text, add_special_tokens=False)["input_ids"]
     size = len(text.encode()) - len(pair.tokenizer.decode(ids[:1]).encode())

@@ -291,7 +291,7 @@ def decoded(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def emit(request: RequestState, tokens: Sequence[int], times_s: Sequence[float]) -> None:
-    """Emits the tokens of one target pass, of which the last is the target's own."""
+    """Adds a target pass's tokens to a request: drafted ones, and the target's own as the last."""
     origins = [*[0] * (len(tokens) - 1), TARGET_ORIGIN]
     for token, origin, at_s in zip(tokens, origins, times_s, strict=True):
         if request.finished:

@@ -1,11 +1,11 @@
 """The transform from logits to the distribution that is sampled; same for target and draft.
 
 The order of steps is that of transformers' ``generate``: no_repeat_ngram, other processors,
-temperature, top-k, top-p. The largest logits are selected on the device of the logits. From the
-temperature on, everything is float64 in numpy on the host. Every result depends only on its own
-row: neither the other rows of a batch nor padding changes a bit of it. A draft's candidates are the
-most probable tokens of its distribution, or are sampled from it with random numbers that depend on
-seed, prompt and position only. Processors get each node's history: committed tokens, then its path.
+temperature, top-k, top-p. The largest logits are selected on the device of the logits. Sampled
+distributions are float64 in numpy on the host, from the temperature on. Every result depends only
+on its own row: neither other rows of a batch nor padding changes a bit of it. A draft's candidates
+are its most probable tokens, or samples by random numbers that depend only on seed, prompt and
+position. Processors get each node's history: committed tokens, then the path to the node.
 
 Shape letters: A rows (nodes that have logits), W rows (nodes that get candidates), V vocabulary, K
 candidates, S stored entries of a row, T tokens of a history, B banned tokens.
@@ -249,7 +249,7 @@ class SamplingTransform:
     ) -> FloatArray | SupportProbs:
         """Returns the distribution [W, V] from which a draft samples candidates: ``distribution``,
         or, if that is greedy, the softmax at temperature 1, since a one-hot distribution cannot
-        propose siblings. Rejection sampling is lossless with any of them.
+        propose siblings. Rejection sampling is lossless with either.
         """
         if not self.params.greedy:
             return self.distribution(logits, histories)
@@ -365,7 +365,7 @@ def _normalised(weights: FloatArray | SupportProbs) -> FloatArray | SupportProbs
 
 
 def check_finite(best: Iterable[float]) -> None:
-    """Raises ``ValueError`` if a row maximum is not finite: sampling would hide the fault."""
+    """Raises ``ValueError`` if a row maximum in ``best`` is not finite; sampling would hide it."""
     wrong = [value for value in best if not isfinite(value)]
     if not wrong:
         return
@@ -466,8 +466,8 @@ def inverse_cdf(weights: FloatArray, uniforms: FloatArray) -> IntArray:
 def sample_candidates(
     probs: FloatArray, k: int, uniforms: FloatArray
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Samples up to ``k`` entries per row of ``probs`` without replacement: each by inverse CDF
-    from the row without the earlier ones, renormalised, as ``RejectionVerifier`` requires.
+    """Samples up to ``k`` entries per row of ``probs``, float64[W, S], without replacement: each by
+    inverse CDF at ``uniforms``, float64[W, k], of what the earlier ones leave, renormalised.
 
     Returns indices int64[W, k] in sampling order; log probabilities float64[W, k] in the original
     row, -inf where no entry was left; counts int64[W], the number of sampled entries.
@@ -488,7 +488,7 @@ def sample_candidates(
 
 
 def drawn(probs: Probs, k: int, uniforms: FloatArray) -> Candidates:
-    """Samples K candidates per row of ``probs`` [W, V] with random numbers float64[W, K]."""
+    """Samples ``k`` candidates per row of ``probs`` [W, V] by ``uniforms``, float64[W, k]."""
     if not isinstance(probs, SupportProbs):
         tokens, logprobs, counts = sample_candidates(on_host(probs), k, uniforms)
     else:

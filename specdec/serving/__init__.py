@@ -1,4 +1,4 @@
-"""Many requests at a time: scheduling, arrivals, prefill and paged admission (SpecPipe-DB)."""
+"""Serves many requests: arrivals, admission to a paged cache, prefill, scheduling (SpecPipe-DB)."""
 
 from typing import TYPE_CHECKING
 

@@ -88,8 +88,8 @@ class MakeScheduler(Protocol):
 
 
 def outside_scheduler(cfg: Mapping[str, Any]) -> MakeScheduler | None:
-    """Returns a function that builds the scheduler class named by ``_target_``, with what its
-    constructor takes of the arguments of ``MakeScheduler``; None without ``_target_``.
+    """Returns a function that builds the scheduler class that the section ``serving`` (``cfg``)
+    names as ``_target_``, with the arguments of ``MakeScheduler`` that it takes; None without one.
     """
     if "_target_" not in cfg:
         return None

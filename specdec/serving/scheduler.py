@@ -34,8 +34,8 @@ class FifoScheduler(Scheduler):
         """Queues the requests of a run; UserError if one needs more blocks than the cache has.
 
         ``parts`` (policy, source, executor) open and close each request; ``prefill_chunk`` is the
-        maximum number of prompt tokens per step over all requests; ``rules`` None means dynamic
-        feeding without paging.
+        maximum number of prompt tokens per step over all requests; ``rules`` None means that all
+        requests share each step, and that caches are not paged.
         """
         if batch_size < 1 or prefill_chunk < 1:
             raise ValueError(

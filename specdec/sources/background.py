@@ -61,7 +61,7 @@ class Background(WrappedSource):
         return candidates
 
     def start(self, state: DecodeState, nodes: Nodes, k: int) -> Ticket:
-        """Starts a pass, which begins when the passes before it have ended."""
+        """Queues a pass, which begins when the passes started earlier have ended."""
         result: Future[Candidates]
         if state.clock.kind is ClockKind.MEASURED:
             ticket, view = Ticket(nodes=nodes), state.copy(nodes)
@@ -105,7 +105,7 @@ class Background(WrappedSource):
         k: int,
         clock: Clock,
     ) -> Candidates:
-        """Runs in the thread: makes the deferred calls, then one pass over a copy of the trees."""
+        """Runs in the thread: makes the deferred calls, then expands nodes of the copied state."""
         with torch.inference_mode():
             for call in calls:
                 call()

@@ -33,7 +33,7 @@ class CombinedSource(TokenSource):
     """Base of sources that own other sources, which they open, commit and close.
 
     Attributes:
-        counters: sums over the owned sources; ``by_level`` has their models in source order.
+        counters: sums over the owned sources; ``by_level`` lists their models in source order.
     """
 
     def __init__(self, sources: Sequence[TokenSource]) -> None:

@@ -39,14 +39,14 @@ _EMPTY = torch.zeros(0, 0)
 class EagleSource(CachedModelSource):
     """Proposes the candidates of an EAGLE head of any version, which has its own KV cache.
 
-    A request has candidates once the hidden states of its prompt have arrived. One ``expand`` is
-    one pass over the nodes of all requests. Before it come passes over a long prompt, and one pass
-    per level of ancestors that other sources have proposed. The clock counts each as a pass of the
-    draft model.
+    A request has candidates once the hidden states of its prompt have arrived. A call of ``expand``
+    makes one pass over the nodes of all requests. Further passes before it read long prompts, and
+    ancestors that other sources have proposed (one pass per level). The clock counts each as a pass
+    of the draft model.
 
     Args:
-        untrained: version of the random head that is made if the pair has no trained one: EAGLE-1
-            or EAGLE-3. "mtp" instead uses the MTP layer inside the target.
+        untrained: version of the random head that is made if the pair has no trained one, "eagle"
+            (EAGLE-1) or "eagle3". "mtp" instead uses the MTP layer inside the target.
         early: read hidden states when their layer has computed them, not with the answers.
         sample, prefill_chunk: see ``CachedModelSource``.
 
@@ -156,7 +156,7 @@ class EagleSource(CachedModelSource):
     def _catch_up_prompts(
         self, state: DecodeState, drafts: Sequence[HeadState], pending: Mapping[int, IntArray]
     ) -> None:
-        """Runs passes over missing committed tokens until they and the nodes fit in one chunk."""
+        """Runs passes over committed tokens until the rest and the nodes fit in one chunk."""
         while True:
             current = HeadPass(self._runner)
             for draft in drafts:
@@ -204,7 +204,7 @@ class Features:
         return torch.cat([self._joined(name)[at] for name in self.names], -1)
 
     def drop(self, start: int) -> None:
-        """Frees the rows of positions before ``start``, if these are at least 32 positions."""
+        """Frees the rows of positions before ``start``, if there are at least 32 such positions."""
         num = min(start, self.known) - self.first
         if num < _DROPPED:
             return
@@ -405,7 +405,7 @@ class HeadPass:
             self._logits_rows.append(np.arange(start, self.num_rows))
 
     def _add_features(self, features: Tensor, from_end: IntArray) -> None:
-        """Gives F appended rows features [F, S]; ``from_end``: the rows' indices, below 0."""
+        """Sets the features [F, S] of F appended rows; ``from_end`` has their negative indices."""
         self._features.append(features)
         self._feature_rows.append(self.num_rows + from_end)
 

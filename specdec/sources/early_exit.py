@@ -69,7 +69,7 @@ class ExitSource(ModelSource):
 
     @cached_property
     def pass_bytes(self) -> int:
-        """Bytes of weights: the first exit head, and the layers before it if run by this source."""
+        """Bytes of the first exit head, and of the layers before it if run by the source."""
         pair, layer = self._pair, self.layers[0]
         head = pair.artefact(HeadWeights, layer=layer)
         size = DTYPES[str(pair.dtype)].itemsize
@@ -95,7 +95,7 @@ class ExitSource(ModelSource):
             book.close(request_id)
 
     def _read(self, state: DecodeState, nodes: Nodes, k: int, at: int = 0) -> Candidates:
-        """Returns candidates of exit number ``at``; none for nodes that have not passed it."""
+        """Returns candidates of exit ``at`` (index); none for nodes that have not passed it."""
         if self._first_stage is None:
             return self._books[at].recall(nodes, k)
         known, logits = self._first_stage.logits(state, nodes, at)
@@ -111,7 +111,7 @@ class EarlyExitSource(ExitSource):
     """
 
     def speedup_law(self, policy: Any, latency: int) -> SpeedupLaw | None:
-        """Returns Eq. 6 of PPSD in a pipeline of ``latency`` steps, else Eq. 4 for chains."""
+        """Returns PPSD's Eq. 6 in a pipeline of ``latency`` steps, Eq. 4 for chains, else None."""
         exit_layer, num_layers = self._pair.exit_layer, self._pair.num_layers
         if policy.follows_exits and latency > 1:
             law = ppsd_law(exit_layer, num_layers, latency)

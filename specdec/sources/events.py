@@ -47,7 +47,7 @@ class LoopEvents(Events):
         return event
 
     def _wait_until(self, due: Sequence[float | None]) -> None:
-        """Waits until the earliest of the times ``due``; if it is past or unknown, for a wakeup."""
+        """Waits until the earliest time in ``due``; if that is past or unknown, for a wakeup."""
         clock = self._state.clock
         first = min((at for at in due if at is not None), default=0.0)
         if first > clock.now():
@@ -79,7 +79,7 @@ class LoopEvents(Events):
         return Event(EventKind.TARGET) if self._executor.ready() else None
 
     def _wait(self) -> None:
-        """Blocks until woken or until the next poll; the first call only registers the wakeup."""
+        """Blocks until a part wakes the loop or the next poll; the first call returns at once."""
         if self._wakeup is None:
             self._wakeup = threading.Event()
             willing = [source.set_wakeup(self._wakeup) for source in self._levels]

@@ -54,7 +54,7 @@ class _Level:
 
 
 class KatzModel:
-    """A Katz back-off model of token ids, counted from an array of documents, one after the other.
+    """A Katz back-off model of token ids, counted from ``tokens``, the concatenated documents.
 
     Every distribution sums to 1 and gives every token a positive probability. Where discounting
     leaves no mass (all counts above the threshold), the context is treated as if one unseen
@@ -62,8 +62,8 @@ class KatzModel:
 
     Args:
         order: n >= 1, the longest n-gram.
-        separator: the token between documents. An n-gram may begin with it (a document's start) or
-            end with it (its end), but none reaches across it.
+        separator: the token between documents; None if there is one document. An n-gram may begin
+            with it (a document's start) or end with it (its end), but none reaches across it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class KatzModel:
     def _level(
         self, keys: IntArray, counts: IntArray, num_contexts: int, lower: FloatArray
     ) -> _Level:
-        """Computes one order's table; ``lower``[G]: P(last token | shorter context) per n-gram."""
+        """Computes one order's table; ``lower``[G] has P(last token | context less its first)."""
         size = self.vocab_size
         context, token = np.divmod(keys, size)
         total = np.bincount(context, counts, num_contexts)
@@ -176,7 +176,7 @@ class KatzModel:
         return tokens[order], probs[order]
 
     def _chain(self, context: IntArray) -> list[tuple[_Level, slice, float]]:
-        """Returns (table, rows, back-off weight) of the context's seen suffixes, shortest first."""
+        """Returns (level, rows in it, back-off weight) per seen context suffix, shortest first."""
         tail = context[max(0, len(context) - self.order + 1) :].tolist()
         chain: list[tuple[_Level, slice, float]] = []
         for length in range(1, len(tail) + 1):

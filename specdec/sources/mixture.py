@@ -30,8 +30,8 @@ class MixtureSource(CombinedSource):
             every source returns its distribution.
 
     Attributes:
-        members: each source alone, for policies that choose one; it sets the origin of its
-            candidates to its index.
+        members: a wrapper of each source, for policies that choose one source per request; it sets
+            the origin of the candidates to the source's index.
     """
 
     @validated
@@ -121,7 +121,7 @@ def _sampled(
 
 
 def _merged(proposals: Sequence[Candidates], weights: FloatArray, k: int) -> Candidates:
-    """Returns the ``k`` most probable tokens per node, adding up the sources' shares of each."""
+    """Returns the ``k`` most probable tokens per node; a token's probability is sum_i w_i p_i."""
     merged = Candidates.empty(len(weights), k)
     origins = np.zeros(merged.tokens.shape, np.int64)
     for row, row_weights in enumerate(weights):

@@ -1,4 +1,4 @@
-"""Token sources that run a draft model, and base classes, also for heads on the target.
+"""The source that runs a draft model, and base classes for it and for heads on the target.
 
 The option ``guess_draw`` (Staged Speculative Decoding, future work 1) ranks a draft's candidates by
 the number u with which the target samples: under ``match`` the target's next token is the inverse
@@ -63,7 +63,7 @@ class ModelSource(TokenSource):
         self.needs, self.vocab_size, self.gives_probs = needs, vocab_size, sample
         self.counters = SourceCounters(by_level={} if label is None else {label: 0})
         self._token_ids: IntArray | None = None
-        """int64[U]: target's id of each column of ``_proposed_logits``; None: the column index."""
+        """int64[U]: target token id of each column of ``_proposed_logits``; None: its index."""
 
     def _candidates(self, state: DecodeState, nodes: Nodes, logits: Tensor, k: int) -> Candidates:
         """Returns candidates of W nodes from their logits [W, U]."""
@@ -91,8 +91,8 @@ class ModelSource(TokenSource):
         logits_of: Callable[[IntArray], Tensor],
         k: int,
     ) -> Candidates:
-        """Returns candidates of W nodes, computed once for all nodes of a request that are equal in
-        all ``keys``, int64[W] each. ``logits_of`` returns the logits [.., U] of nodes by index.
+        """Returns candidates of W nodes, computed once for all nodes of a request that have equal
+        ``keys``, int64[W] each. ``logits_of`` maps indices of nodes to their logits [.., U].
         """
         if any(state.requests[i].sampling.needs_history for i, _ in nodes.items):
             keys = [np.arange(len(nodes))]
@@ -143,7 +143,7 @@ class ModelSource(TokenSource):
 
 @dataclass(slots=True)
 class PassWork:
-    """What one ``expand`` computes for one request.
+    """What one call of ``expand`` computes for one request.
 
     Attributes:
         wanted: int64[W], ids of the cache entries whose logits are needed, in the order of the
@@ -166,19 +166,19 @@ class PassWork:
 class CachedModelSource(ModelSource):
     """Base of sources that run a model with a KV cache per request.
 
-    One ``expand`` is one pass over the nodes of all requests, and over the ancestors and committed
-    tokens that the caches lack. Nodes for which ``_can_expand`` is false get no
-    candidates. A commit moves accepted entries into the cache's prefix.
+    One call of ``expand`` makes one pass over the nodes of all requests, and over the ancestors and
+    committed tokens that the caches lack; many missing tokens take further passes before it. Nodes
+    for which ``_can_expand`` is false get no candidates.
 
     Args:
-        runner: has ``new_cache``, ``forward`` and ``max_positions``.
-        sample: see ``ModelSource``.
-        prefill_chunk: maximum number of prompt rows per request and pass.
+        runner: runs the model; has ``new_cache``, ``forward`` and ``max_positions``.
+        sample, label: see ``ModelSource``.
+        prefill_chunk: maximum number of committed tokens per request and pass.
         work: kind of work (draft or middle model) as which the run's clock counts a pass.
     """
 
     _shares_entries = False
-    """Whether nodes may share a cache entry; its logits are then stored while the entry exists."""
+    """Whether nodes may share a cache entry; its logits are then stored as long as the entry."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class CachedModelSource(ModelSource):
     # Rows to compute.
 
     def _can_expand(self, request: RequestState, ids: IntArray) -> BoolArray:
-        """Returns bool[W]: whether the model can continue each node (default: has its position)."""
+        """Returns bool[W]: which nodes the model can continue. Default: by its maximum position."""
         tree = request.tree
         can: BoolArray = tree.positions[tree.slots(ids)] < self._runner.max_positions
         return can
@@ -238,7 +238,7 @@ class CachedModelSource(ModelSource):
         return PassWork(request, cache, ids, prefix, entries)
 
     def _missing(self, request: RequestState, ids: IntArray) -> IntArray:
-        """Returns int64[C], sorted: slots of the nodes and their ancestors that the cache lacks."""
+        """Returns int64[C], sorted slots: those of the nodes and ancestors that the cache lacks."""
         tree, cache, stored = request.tree, self._caches[request.id], self._logits[request.id]
         slots, entered = tree.slots(ids), cache.has(ids)
         assert (slots >= 0).all(), f"nodes {ids} of request {request.id} are not in the tree"
@@ -275,7 +275,7 @@ class CachedModelSource(ModelSource):
         return torch.stack(rows)
 
     def _catch_up(self, state: DecodeState, works: Sequence[PassWork]) -> None:
-        """Runs passes over missing committed tokens until they and the nodes fit in one chunk."""
+        """Runs passes over committed tokens until the rest and the nodes fit in one chunk."""
         chunk = self._chunk
         while behind := [w for w in works if len(w.prefix) and len(w.prefix) + len(w.ids) > chunk]:
             rows = [work.cache.rows(prefix_tokens=work.prefix[:chunk]) for work in behind]
@@ -286,7 +286,7 @@ class CachedModelSource(ModelSource):
                 work.prefix = work.prefix[chunk:]
 
     def _forward(self, state: DecodeState, works: Sequence[PassWork]) -> Tensor:
-        """Runs one pass over missing tokens and entries; returns the entries' logits [.., U]."""
+        """Runs one pass over committed tokens and tree entries; returns these entries' logits."""
         rows: list[Rows] = []
         is_entry: list[BoolArray] = []
         for work in works:
@@ -304,11 +304,11 @@ class CachedModelSource(ModelSource):
 
 
 FAR_SHARE = 0.05
-"""Weight in ``near_draw`` of a token's own draft probability, whatever the random number is."""
+"""Share of a ``near_draw`` score that is the token's draft probability, whatever u is."""
 
 
 def target_draws(state: DecodeState, nodes: Nodes) -> FloatArray:
-    """Returns float64[W]: the numbers with which the target samples its token after each node."""
+    """Returns float64[W]: the target's random number for sampling the token after each node."""
     uniforms = []
     for request_id, ids in nodes.items:
         tree = state.requests[request_id].tree
@@ -328,12 +328,12 @@ def near_draw(
 ) -> Candidates:
     """Ranks the draft's tokens by how near they are, in its CDF, to the target's random number u.
 
-    It assumes that the draft's CDF edges miss the target's by a random x with density exp(-abs(x) /
-    spread) / (2 spread). A token's score is the probability that its interval, moved by that
-    amount, contains u, plus a small share of the token's own probability.
+    The draft's CDF is assumed to miss the target's by a random x of density exp(-abs(x) / spread) /
+    (2 spread). A token's score is the probability that its CDF interval, moved by x, contains u,
+    plus a small share of its draft probability.
 
-    Returns the ``k`` best candidates of each node, or fewer if fewer tokens pass top-k and top-p.
-    The transform must not be greedy; ``uniforms``, float64[W], has u for each node.
+    Returns the ``k`` best candidates of each node, with the logarithms of scores as ``logprobs``;
+    fewer if top-k and top-p leave fewer. The transform must not be greedy; ``uniforms``[W] has u.
     """
     law = transform.distribution(logits, histories)
     ids, probs = (law.ids, law.values) if isinstance(law, SupportProbs) else (None, law)
@@ -371,8 +371,8 @@ class DraftModelSource(CachedModelSource):
         sample, prefill_chunk: see ``CachedModelSource``.
         guess_draw: rank candidates by the random number with which the target will sample its token
             (Staged Speculative Decoding, future work 1). Lossless under ``match``.
-        guess_spread: with ``guess_draw``: expected error of the draft's CDF at that number
-            (``near_draw``).
+        guess_spread: expected absolute error of the draft's CDF, the ``spread`` of ``near_draw``;
+            used with ``guess_draw`` only.
     """
 
     @validated

@@ -19,7 +19,7 @@ class RandomSource(TokenSource):
     Args:
         sample: sample candidates from a random distribution and return it (for rejection
             verifiers); else take its most probable tokens.
-        silence: fraction of nodes without candidates, unless they are sampled.
+        silence: fraction of nodes that get no candidates; no effect with ``sample``.
     """
 
     @validated
@@ -64,7 +64,7 @@ class RandomSource(TokenSource):
         return weights / weights.sum()
 
     def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
-        """Returns how many of a node's candidates are proposed: all, or 0 at a ``silence`` node."""
+        """Returns how many of a node's ``tokens`` to propose: all, or 0 with chance ``silence``."""
         silent = self._silence and self._draw(_SILENT, request.id, path) < self._silence
         return 0 if silent else len(tokens)
 

@@ -32,7 +32,7 @@ _PRIOR_SCALE = 2.0
 _MAX_BIN = 32
 
 Match = tuple[int, int]
-"""(State of a ``SuffixAutomaton``, number of tokens): a suffix of a path that occurs in a text."""
+"""(State of a ``SuffixAutomaton``, length): a suffix of a token path that occurs in its text."""
 
 
 class SuffixAutomaton:
@@ -105,19 +105,19 @@ class SuffixAutomaton:
         return after is not None and self.count[after] > 0
 
     def followers(self, state: int) -> dict[int, int]:
-        """Returns how often each token follows the state's strings; the latest counts twice."""
+        """Returns token -> count after the state's strings; the latest occurrence counts twice."""
         count, last = self.count, self.last
         following = {t: after for t, after in self.next[state].items() if count[after]}
         latest = max((last[after] for after in following.values()), default=0)
         return {t: count[after] + (last[after] == latest) for t, after in following.items()}
 
     def suffix(self, max_length: int) -> tuple[int, int]:
-        """Returns the longest suffix seen before, as (state, length <= ``max_length``)."""
+        """Returns (state, length <= ``max_length``) of the longest suffix that occurred earlier."""
         state = max(self.link[self._whole], 0)
         return self._cut(state, self.length[state], max_length)
 
     def advance(self, state: int, length: int, token: int, max_length: int) -> tuple[int, int]:
-        """Returns the longest suffix of a match plus ``token`` that occurs: (state, length)."""
+        """Returns (state, length) of the longest suffix of a match and ``token`` that occurs."""
         while state >= 0 and not self.has(state, token):
             state = self.link[state]
             length = min(length, self.length[state]) if state >= 0 else 0
@@ -156,7 +156,7 @@ class SuffixAutomaton:
 
 
 class Confidence:
-    """Estimates how probably a match's continuations contain the next token, by match length.
+    """Estimates, by match length, the probability that a match's continuations have the next token.
 
     The estimate is the success rate so far at that length. Its initial value, length / (length +
     2), has the weight of 4 trials.
@@ -288,7 +288,7 @@ class SuffixCache:
         self.texts: list[CachedText] = []
 
     def add(self, text: CachedText) -> None:
-        """Adds a request and evicts the oldest; a text that is too long loses its first tokens."""
+        """Adds a text and evicts the oldest; a text that is too long loses its first tokens."""
         cut = max(0, len(text.tokens) - self._max_tokens)
         if cut:
             text = CachedText(text.tokens[cut:], max(0, text.num_prompt - cut))
@@ -408,7 +408,7 @@ class PromptLookupSource(TokenSource):
         return [self._own[request_id]]
 
     def _new(self, commits: Sequence[Commit]) -> list[Commit]:
-        """Returns the commits of open requests, without those that were applied before."""
+        """Returns the commits of open requests that have not been applied yet."""
         return [
             commit
             for commit in commits
@@ -504,7 +504,7 @@ class SuffixSource(PromptLookupSource):
         ]
 
     def _search_again(self) -> None:
-        """Finds the open requests' root matches in the cache again, because it has changed."""
+        """Recomputes the open requests' root matches, because the cache's texts have changed."""
         for request_id, (request, matches) in self._cached.items():
             matches.automaton = self.cache.automaton
             matches.at_root((0, 0))

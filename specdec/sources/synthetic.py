@@ -59,20 +59,20 @@ class HiddenPair:
         raise NotImplementedError
 
     def ranks(self, request_id: int, positions: IntArray, depth: int = 0) -> IntArray:
-        """Returns int64[n]: how many candidates precede the true next token; at least K: a miss."""
+        """Returns int64[n]: number of candidates before the true next token; K or more: a miss."""
         raise NotImplementedError
 
     def reach(self, request_id: int, positions: IntArray) -> IntArray | None:
-        """Returns int64[n]: number of true tokens that begin a chain below a root at each position.
+        """Returns int64[n]: with the root at each position, how many first draft tokens are true.
 
-        If it is not None, it replaces ``ranks``; for drafts that read the target's hidden states.
+        Replaces ``ranks`` if it is not None; for drafts that read the target's hidden states.
         """
         return None
 
     def node_keys(
         self, request_id: int, positions: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Returns first candidate and class of each node off the target's path, int64[n] both."""
+        """Returns first candidate and class, int64[n] each, of nodes not on the target's path."""
         raise NotImplementedError
 
 
@@ -237,7 +237,7 @@ class _RequestTables:
         self.reserve(request.num_prompt + request.stop.max_new_tokens)
 
     def reserve(self, last: int) -> None:
-        """Extends the tables to the position after ``last``, if they end before it."""
+        """Extends the tables so that they include position ``last`` + 1."""
         if last + 1 < len(self.tokens):
             return
         pair, positions = self._pair, np.arange(last + _TABLE)
@@ -248,7 +248,7 @@ class _RequestTables:
         self._reach = pair.reach(self.request.id, positions)
 
     def rank(self, position: int) -> int:
-        """Returns how many candidates of the true node at ``position`` precede the true token."""
+        """Returns how many candidates precede the true one at the target path's ``position``."""
         root = self.request.prefix_len
         if self._reach is None:
             return int(self._ranks[min(position - root, len(self._ranks) - 1)][position])
@@ -298,9 +298,9 @@ class SyntheticSource(TokenSource):
         self._tables[request.id] = _RequestTables(self._pair, request)
 
     def expand(self, state: DecodeState, nodes: Nodes, k: int) -> Candidates:
-        """Returns up to min(k, K) candidates of each node; K is 64, or as recorded.
+        """Returns up to min(k, K) candidates of each node; K is 64, or the number recorded.
 
-        At a node on the target's path the true next token has its rank; elsewhere none is true.
+        On the target's path the true next token has its rank; elsewhere no candidate is true.
         """
         state.clock.start(CONTROLLER)  # no model call marks the start of the work
         k = min(k, len(self._offsets))

@@ -17,7 +17,7 @@ from specdec.types import NO_NODE, BoolArray, Commit, IntArray, Needs, Output, T
 
 
 class TranslatedSource(CachedModelSource):
-    """Proposes tokens of a draft with another tokenizer that the target's vocabulary also has.
+    """Proposes tokens of a draft that has another tokenizer, if the target's vocabulary has them.
 
     This is token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft's
     distribution is renormalised over the intersection, so rejection sampling is exact for it. A
@@ -245,7 +245,7 @@ class DraftText:
         return path[::-1]
 
     def _live(self, retired: Sequence[int]) -> list[int]:
-        """Drops retired trie nodes and those that no text needs; returns the others, sorted."""
+        """Drops the trie nodes ``retired``, and unneeded ones; returns the others' ids, sorted."""
         for node in retired:
             self._drop(node)
         live = self.missing([p.leaf for p in (self.root, *self._ends.values())], set())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ONE_EXCHANGE_BYTES = 64 * 1024
-"""With more than two ranks, larger tensors are summed in two exchanges instead of one."""
+"""With more than two ranks, tensors above this size are summed in two exchanges instead of one."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -30,7 +30,7 @@ class Collective:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Disables communication in a ``with`` block: sums and gathers have right shapes only."""
+        """Disables communication in a ``with`` block: results have right shapes, wrong values."""
         self._paused = True
         try:
             yield

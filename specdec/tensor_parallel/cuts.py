@@ -38,7 +38,7 @@ class Cut:
         return (*full[: self.dim], self.size, *full[self.dim + 1 :])
 
     def of(self, full: Any, dtype: torch.dtype) -> Tensor:
-        """Returns this share of ``full``, a tensor (maybe as a view) or a safetensors slice."""
+        """Returns this share of ``full``, a tensor or safetensors slice; may be a view of it."""
         shape = tuple(full.get_shape() if hasattr(full, "get_shape") else full.shape)
         if len(self.pieces) == 1 and not self.pieces[0].pad:
             return torch.as_tensor(self._read(full, self.pieces[0])).to(dtype)
@@ -59,7 +59,7 @@ class Cut:
 
 
 def even(total: int, *, rank: int, size: int) -> Piece:
-    """Returns a rank's piece of an even split over ``size`` ranks; the last pieces are padded."""
+    """Returns a rank's piece of ``total`` entries, split evenly over ``size`` ranks and padded."""
     width = -(-total // size)
     start, stop = min(rank * width, total), min((rank + 1) * width, total)
     return Piece(start, stop, width - (stop - start))
@@ -68,13 +68,13 @@ def even(total: int, *, rank: int, size: int) -> Piece:
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
     """The attention heads of one rank: pieces of query heads and of key/value heads, counted in
-    heads. ``group_size`` is the number of query heads per key/value head.
+    heads. ``group_size`` is the rank's number of query heads per key/value head.
 
-    Each group (a key/value head and its query heads) is split into parts with copies of the same
-    key/value head, into the number that leaves a rank the fewest heads. Ranks get equally many
+    Each group (a key/value head and its query heads) is split into the number of parts that leaves
+    a rank the fewest heads; every part has a copy of the key/value head. Ranks get equally many
     parts, in order; groups of zeros pad the last ranks (SwiftSpec section 4), and their output
     projection adds nothing. For 64 heads in 8 groups on 6 ranks, a rank has 11 heads in
-    SwiftSpec, which pads query heads alone, and here 12 heads with 3 key/value heads.
+    SwiftSpec, which pads query heads alone, but 12 heads and 3 key/value heads in this split.
     """
 
     query: tuple[Piece, ...]

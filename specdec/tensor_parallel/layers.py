@@ -23,8 +23,8 @@ class _Share(nn.Module):
     """One rank's share of a linear layer; sharded parameters are meta tensors until assigned."""
 
     def __init__(self, module: Any, cuts: Mapping[str, Cut]) -> None:
-        """Takes over hooks of ``module``, and its parameters that ``cuts`` does not name. Weights
-        stored as [I, O] (GPT-2) keep this order.
+        """Takes over hooks of ``module`` and parameters whose name is not in ``cuts``, which has
+        this rank's share of the others. Weights stored as [I, O] (GPT-2) keep this order.
         """
         super().__init__()
         self.weight: Tensor
@@ -44,7 +44,7 @@ class _Share(nn.Module):
 
 
 class ColumnLinear(_Share):
-    """Computes one rank's share of outputs: [R, I] -> [R, share], or all, [R, O], if gathered."""
+    """Computes one rank's share of outputs, [R, I] -> [R, share]; all, [R, O], if ``gathered``."""
 
     gathered: tuple[Collective, int] | None = None
     """(group, O) if every rank needs all outputs, else None. Padding is at the end of the last

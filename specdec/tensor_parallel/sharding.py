@@ -1,8 +1,8 @@
 """Shards a model: replaces the linear layers of transformers' modules by one rank's shares.
 
 All other code is transformers', on smaller matrices; attention derives its number of heads from the
-projections' outputs. Embeddings are replicated. A sharding plan says how each layer is cut: it is
-transformers', or our own for model types without one. Styles have transformers' names: ``colwise``
+projections' outputs. Embeddings are replicated. A sharding plan has a style per layer; it is that
+of transformers or, for some model types without one, of this module. The styles are ``colwise``
 (shards the outputs), ``rowwise`` (shards the inputs and sums), ``colwise_gather_output`` and
 ``rowwise_split_input`` (the same, but every rank gets all outputs, or is given all inputs),
 ``replicated...`` (not sharded).

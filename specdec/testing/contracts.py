@@ -1,6 +1,6 @@
 """Checks a single source, policy or executor by the rules on which the decode loop relies.
 
-A part that breaks one of them can still pass ``specdec verify``, because other parts hide it:
+A part that breaks a rule can still pass ``specdec verify``, because other parts hide the fault:
 candidates that depend on pruned branches, for example, only lower the acceptance. These checks call
 a part alone, with random trees, commits and batches, or with other parts that are fixed tables, and
 raise an AssertionError that names the broken rule.
@@ -54,10 +54,10 @@ def check_source(
     """Checks a token source on random trees of two requests, with commits in between.
 
     - The source returns a row per node: at most ``k`` different tokens with log-probabilities of
-      at most 0, and distributions that sum to 1 if it says ``gives_probs``.
+      at most 0, and distributions that sum to 1 if its attribute ``gives_probs`` is True.
     - Candidates depend on the tokens up to the node alone: they equal those of a new source whose
       prompt ends with the node, whatever was expanded, accepted or rejected before.
-    - A closed request leaves no state: a later one with its id gets what a new source proposes.
+    - A closed request leaves no state: a later one of the same id gets a new source's candidates.
 
     Args:
         make: makes a new source; called often.
@@ -148,7 +148,7 @@ def commit(
     path: Sequence[int],
     token: int,
 ) -> Commit:
-    """Accepts nodes at tree indices ``path`` (no root), then ``token``, in state and sources."""
+    """Commits nodes at tree indices ``path`` (without root), and ``token`` as the next token."""
     tree = state.requests[request_id].tree
     retired = tree.ids[[0, *path]]
     tokens = np.array([*tree.tokens[list(path)].tolist(), token])
@@ -164,7 +164,7 @@ def commit(
 def random_path(
     tree: TokenTree, rng: np.random.Generator, vocab_size: int
 ) -> tuple[list[int], int]:
-    """Returns slots of a path below the root, and a next token that is often in the tree."""
+    """Returns tree indices of a path below the root, and a next token, often in the tree."""
     path, children = list[int](), tree.children(0)
     while len(children) and rng.random() < 0.6:
         path.append(int(rng.choice(children)))
@@ -216,7 +216,7 @@ def _table_pair() -> TablePair:
 
 @cache
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
-    """Returns (token, log-probability) for all tokens, best first, from noisy target logits."""
+    """Returns (token, logprob) of all tokens, best first: target logits plus noise by ``salt``."""
     noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
     logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() / 2 + noise
     logprobs = logits - np.log(np.exp(logits).sum())
@@ -239,8 +239,8 @@ class TableSource(TokenSource):
     """A source that proposes the entries of ``table`` (context -> [(token, logprob)]).
 
     It proposes nothing for ``silent`` contexts. For each call of ``expand``, ``calls`` has
-    {request: contexts of its nodes} and ``widths`` has ``k``. AssertionError: a call without nodes,
-    a request named twice, or a node that got candidates before.
+    {request: contexts of its nodes} and ``widths`` has ``k``. ``expand`` raises AssertionError for
+    no nodes, a request named twice, or a node that got candidates before.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ def run_policy(
     max_new_tokens: int = 40,
     prefill_chunk: int = 4,
 ) -> TableRun:
-    """Decodes prompts of 1, 4, 7, ... tokens with the real loop, and checks every selection."""
+    """Decodes prompts of 1, 4, 7, ... tokens with the decode loop; checks every ``select``."""
     asked = source or TableSource()
     done = TableRun([case.request() for case in _table_cases(num_requests, max_new_tokens)])
     before, num_calls = dict[int, tuple[dict[Context, bool], bool]](), 0
@@ -403,7 +403,7 @@ def check_policy(
 
 
 def _check_answers(executor: Executor, state: DecodeState) -> None:
-    """Makes each later ``collect`` assert which nodes are answered (``check_executor``, rule 1)."""
+    """Makes each later ``collect`` assert the first rule of ``check_executor``."""
 
     def collected(output: Output, **_: bool) -> None:
         steps, answered = executor.latency, set[tuple[int, int]]()

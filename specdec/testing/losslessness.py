@@ -18,7 +18,7 @@ def assert_lossless(
     checks: Sequence[str] | None = None,
 ) -> Report:
     """Certifies a configuration (``overrides`` as for ``specdec verify``) and returns the report.
-    ``checks`` default to all. AssertionError: checks failed; the message has their details.
+    ``checks`` default to all. Raises AssertionError with the details of the failed checks.
     """
     return _asserted(certify_overrides(overrides, config_dirs=config_dirs, checks=checks))
 
@@ -29,8 +29,8 @@ def assert_lossless_parts(
     """Certifies parts composed in Python and returns the report.
 
     ``build`` makes new parts from a workbench; it is called several times, with different models.
-    ``checks`` default to all that need no configured model. AssertionError: as for
-    ``assert_lossless``.
+    ``checks`` default to all that need no configured model. Raises AssertionError with the details
+    of the failed checks.
     """
     return _asserted(certify_parts(build, seed=seed, checks=checks))
 
@@ -38,7 +38,7 @@ def assert_lossless_parts(
 def certify_parts(
     build: Callable[[Workbench], Parts], *, seed: int = 0, checks: Sequence[str] | None = None
 ) -> Report:
-    """Like ``assert_lossless_parts``, but returns the report even if a check failed."""
+    """Runs the checks of ``assert_lossless_parts``; returns the report even if a check failed."""
 
     def built(cfg: Mapping[str, Any], pair: ModelPair) -> Parts:
         return build(Workbench(pair, seed=int(cfg["seed"])))

@@ -18,7 +18,7 @@ PHASES: Mapping[str, str] = {
     **dict.fromkeys((Work.STAGE, Work.DRAFT, Work.MIDDLE, Work.HEAD, Work.EXIT), "compute"),
     **{Work.PRUNE: "prune", Work.TRANSFER: "transmit"},
 }
-"""Maps each kind of work to a phase of a step (SpecPipe Fig. 12); gaps are ``wait``."""
+"""Maps each kind of work to a phase of a step (SpecPipe Fig. 12); other time is ``wait``."""
 
 _MIN_WAIT_S = 1e-6  # shorter gaps are rounding errors of the clock
 
@@ -33,8 +33,8 @@ def write_trace(
 ) -> None:
     """Writes the trace files into the run folder.
 
-    ``latency`` is the executor's, in steps; ``places`` maps each stage's rank to its number from 1
-    (default: equal numbers); without ``text`` (token id -> text) no texts are written.
+    ``latency`` is the executor's, in steps; ``places`` maps each rank to the number of its stage,
+    from 1 (default: rank r has stage r); without ``text`` (token id -> text) no texts are written.
     """
     if places is None:
         places = {rank: rank for rank in range(1, (latency or 1) + 1)} if latency != 1 else {}
@@ -119,9 +119,9 @@ def html_template(package: str, name: str) -> Template:
 
 
 def tree_page(trees: Mapping[str, Any], *, title: str) -> str:
-    """Renders each step's tree of ``trees.json`` as one page.
+    """Renders all steps' trees of ``trees.json`` (``trees``) as one HTML page.
 
-    KeyError: trees of another format. ValueError: no step is recorded.
+    Raises KeyError if ``trees`` has another format, and ValueError if no step is recorded.
     """
     if not any(request["steps"] for request in trees["requests"]):
         raise ValueError("no step is on record: the run had no prompts left to decode")
@@ -131,7 +131,7 @@ def tree_page(trees: Mapping[str, Any], *, title: str) -> str:
 
 
 def commit_kinds(trees: Mapping[str, Any]) -> dict[int, str]:
-    """Maps each step with a commit to "hit", or to "miss" if any request missed."""
+    """Maps steps with commits to "miss" if a tree lacked the next token, else to "hit"."""
     steps = (step for request in trees["requests"] for step in request["steps"])
     # A miss comes after the hits of its step, and replaces them.
     return dict(sorted((s["step"], s["commit"]["kind"]) for s in steps if s["commit"]))

@@ -20,10 +20,10 @@ _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
 
 
 class Judgement(NamedTuple):
-    """How draft and target rated a decided token; ranks are by probability, 1 the most probable.
+    """How draft and target rated a committed token; rank 1 is the most probable token.
 
-    The *top* candidate is the draft's most probable one. Values are None without candidates, the
-    target's also without its distribution.
+    The *top* candidate is the draft's most probable one. Optional fields are None if the draft has
+    no candidates; those of the target also if the run does not compute its distribution.
     """
 
     rank: int  # of the token among the draft's candidates; 0 if it is not one
@@ -45,7 +45,7 @@ _NO_PROPOSAL = Proposal(np.zeros(0, np.int64), np.zeros(0), None)
 
 
 def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> Judgement:
-    """Rates a decided token; ``children`` maps tokens of the node's children to log draft probs."""
+    """Rates the token after a node; ``children`` maps its children's tokens to log draft probs."""
     pairs = zip(proposal.tokens.tolist(), proposal.logprobs.tolist(), strict=True)
     logprobs = {**children, **{k: v for k, v in pairs if v > -np.inf}, **children}
     if not logprobs:
@@ -70,10 +70,10 @@ class TreeRecord:
     ``requests`` has per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
     first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the
     step: id, parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers``
-    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids, ``next_token``, ``root``
-    id, ``judged``: the values of a ``Judgement`` per decided token). A commit keeps the new root
-    and its descendants. ``fed`` maps a step to its submission: ``requests``, ``depths`` (minimum
-    and maximum below the root), ``nodes``, ``prefill`` (number of prompt tokens).
+    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids: the old root and the
+    accepted nodes, ``next_token``, ``root`` id, ``judged``: a ``Judgement``'s values per committed
+    token). The new root and its descendants remain. ``fed`` maps a step to its submission: ids of
+    ``requests``, ``depths`` ([least, largest]), numbers of ``nodes`` and ``prefill`` tokens.
     """
 
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -106,7 +106,7 @@ class _OpenRequest:
         return nodes
 
     def judged(self, commit: Commit) -> list[list[Any]]:
-        """Returns a ``Judgement`` per decided token; forgets nodes that have left the tree."""
+        """Returns a ``Judgement`` as a list per committed token; forgets nodes not in the tree."""
         tokens = [*commit.retired_tokens[1:].tolist(), int(commit.next_token)]
         rows = [
             [*judgement(self.proposals.get(node, _NO_PROPOSAL), self.children.get(node, {}), token)]
@@ -200,7 +200,7 @@ class ObservedExecutor(Executor):
 
 
 class RunTrace:
-    """The trace of a run; ``began_s`` is the clock time at which step 0 begins."""
+    """Collects spans and trees of a run; ``began_s`` is the clock time at which step 0 begins."""
 
     def __init__(self, clock: Clock) -> None:
         assert clock.timeline is not None, "a traced run's clock has a timeline"

@@ -1,4 +1,4 @@
-"""Measures how a drafter's greedy draft tokens match the target's own answers.
+"""Counts how many of a drafter's greedy draft tokens equal the tokens of the target's answers.
 
 Shape letters: T tokens of a text, K draft tokens.
 """
@@ -20,13 +20,13 @@ from specdec.train.texts import AnsweredText
 
 @dataclass(slots=True)
 class Agreement:
-    """How well chains of K greedy draft tokens match answers, counted over texts.
+    """Counts of matches between answers and chains of K greedy draft tokens, one chain per token.
 
     Attributes:
-        tokens: answer tokens, of which ``looping`` end an 8-gram that the answer has had before.
-        passes: target passes that the answers need if each pass verifies such a chain.
-        tried, right: int[2, K], number of chains whose tokens before the k-th are all right, and of
-            those whose k-th is right too; row 0: the first token is outside loops, row 1: inside.
+        tokens, looping: number of answer tokens, and of those that end a repeated 8-gram.
+        passes: number of target passes that the answers need if each pass verifies one chain.
+        tried, right: int[2, K]; at k, the chains whose first k tokens match, and those whose next
+            token matches too. Row 1 counts chains that start with a looping token, row 0 others.
     """
 
     tokens: int
@@ -60,7 +60,7 @@ class Agreement:
 def measure(
     target: FrozenModel, drafter: Drafter, texts: Sequence[AnsweredText]
 ) -> dict[str, Agreement]:
-    """Returns drafter name -> how its greedy drafts at every position of the answers match them."""
+    """Returns drafter name -> counts of matches of its greedy drafts with the texts' answers."""
     found: dict[str, Agreement] = {}
     for text in texts:
         tokens = torch.from_numpy(text.tokens.astype(np.int64)).to(target.device)

@@ -29,11 +29,11 @@ class BlockSpec:
     """Options for training a block drafter.
 
     Attributes:
-        block: rows of a block; DFlash drafts one token less.
+        block: positions of a block; DSpark drafts as many tokens, DFlash one less.
         anchors: largest number of blocks that a training step takes from each text window.
         decay: the loss at a block's draft token k (from 0) has the weight decay ** k.
-        mask_token: input token of the rows that predict; None: the vocabulary's last token.
-        layers: the target's states after so many layers are read; None: after five spread ones.
+        mask_token: input token at the positions to draft; None: the vocabulary's last token.
+        layers: numbers of target layers after which states are read; None: five, evenly spread.
         feed_forward: inner width of the drafter's MLP; None: that of the target's MLP.
     """
 
@@ -85,12 +85,12 @@ class BlockDrafter(Drafter):
         self.layers = frozenset(layer + 1 for layer in head.config.layers)
 
     def features(self, target: FrozenModel, streams: dict[int, Tensor]) -> Tensor:
-        """Joins the states that the drafter reads, [B, S, F]; ``streams``: see ``residuals``."""
+        """Concatenates the states to read, [B, S, F]; ``streams``: number of layers -> states."""
         states = [(name, streams[name.layer + 1]) for name in self.head.config.names]
         return torch.cat([target.norm(x).float() if n.normed else x for n, x in states], -1)
 
     def rows(self, features: Tensor, tokens_BS: Tensor, anchors_N: Tensor) -> Tensor:
-        """Returns [B, N, M, E], the drafter's outputs for the draft tokens of each block."""
+        """Returns the drafter's last hidden states for each block's draft tokens, [B, N, M, E]."""
         places = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         rows: Tensor = self.head(
             tokens_BS[:, anchors_N], anchors_N, self.head.context(features, places)
@@ -98,7 +98,7 @@ class BlockDrafter(Drafter):
         return rows
 
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Returns the loss; draft k of anchor a learns the target's distribution at a + 1 + k."""
+        """Returns the loss. Draft k of anchor a learns the target's distribution of a + 1 + k."""
         tokens_BS, counts_BS = batch.tokens_BS, batch.counts_BS
         drafts, length = self.num_drafts, tokens_BS.shape[1]
         with torch.no_grad():
@@ -141,7 +141,7 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """See ``Drafter.right``; the block of root t drafts tokens t + 1 .. t + M of the text."""
+        """Implements ``Drafter.right``: the block of root t drafts tokens t + 1 .. t + M."""
         length, drafts = len(tokens_T), self.num_drafts
         features = self.features(target, target.residuals(tokens_T[None], self.layers))
         padded = torch.cat([tokens_T, tokens_T.new_zeros(drafts)])

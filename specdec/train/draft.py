@@ -88,7 +88,7 @@ class DraftModel(Drafter):
         return {"draft": drafted_one_by_one(logits.argmax(-1), tokens_T, self.num_drafts)}
 
     def save(self, folder: Path) -> None:
-        """Writes a model folder, with the target's tokenizer if there is one."""
+        """Writes a transformers model folder in bfloat16, with the target's tokenizer if given."""
         stored = copy.deepcopy(self.model).to("cpu", torch.bfloat16)
         stored.save_pretrained(folder)
         if self._tokenizer is not None:

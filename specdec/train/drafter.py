@@ -1,4 +1,4 @@
-"""What every trained drafter shares: the interface to the training loop, and output matrices.
+"""The base class of drafters to train, and their output matrices, vocabularies and goals.
 
 Shape letters: B windows, S positions, T = S tokens of one text, K draft tokens, N rows, E hidden
 size, V vocabulary, U draft vocabulary.
@@ -38,11 +38,11 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def right(self, target: FrozenModel, tokens_T: Tensor) -> Mapping[str, Tensor]:
-        """Returns name -> bool[K, T]: whether draft token k + 1 after root t is token t + 1 + k.
+        """Returns name -> bool[K, T]: whether draft token k (from 0) of root t is token t + 1 + k.
 
-        This token is drafted as if the draft tokens before it were right, after the target has
-        computed the tokens before the root. Entries whose token is beyond the text are arbitrary.
-        Heads that can be used without each other have a name and a result each.
+        It is drafted as if the draft tokens before it were right (teacher forcing), after the
+        target has computed the tokens before the root. Entries whose token is beyond the text are
+        arbitrary. Heads that work without each other have an entry each, under their own name.
         """
 
     @abstractmethod
@@ -107,14 +107,14 @@ def draft_ids(
 
 
 def chosen_rows(batch: Batch, ahead: int, options: LossOptions) -> Sequence[Tensor]:
-    """Returns window and position t, int64[N] each, of every n-th counted token t + ``ahead``."""
+    """Returns window and position ``ahead`` tokens before each token in the loss, int64[N] each."""
     window, place = batch.counts_BS[:, ahead:].nonzero(as_tuple=True)
     first = batch.step % options.every
     return window[first :: options.every], place[first :: options.every]
 
 
 def goal_of(target: FrozenModel, last_NE: Tensor, ids: Tensor | None, options: LossOptions) -> Goal:
-    """Returns the target's distributions, to be learnt, from its last layer's outputs [N, E]."""
+    """Returns the target distributions to learn, computed from its last layer's outputs [N, E]."""
     with torch.no_grad():
         return Goal(target.logits(last_NE[:, None])[:, 0], ids, options)
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads, trained by the training-time test (see ``models.eagle_unroll``).
+"""Trains EAGLE-3 heads by training-time test: their outputs are fed back for several steps.
 
 Shape letters: B windows, S positions, A rows in the loss, E hidden size, F feature size, U draft
 vocabulary.
@@ -34,10 +34,10 @@ class EagleSpec:
     """Options for training an EAGLE-3 head.
 
     Attributes:
-        steps: number of steps of the training-time test.
-        decay: step i of the loss has the weight decay ** i (0.8 in the paper's code).
-        layers: the target's states after so many layers are read; None: 2, L // 2, L - 3 of L.
+        steps, decay: steps of the training-time test; step i has the weight decay ** i in the loss.
+        layers: numbers of target layers after which states are read; None: 2, L // 2, L - 3 of L.
         feed_forward: inner width of the head's MLP; None: that of the target's MLP.
+        norm_before_residual, fc_norm, norm_output: variants of the head, see ``EagleConfig``.
     """
 
     steps: Count = 7
@@ -51,7 +51,7 @@ class EagleSpec:
 
 
 def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: int) -> EagleConfig:
-    """Returns a new head's config: ``size`` draft tokens, its own output matrix or the target's."""
+    """Returns a new head's config: ``size`` draft tokens, an output matrix if ``own_output``."""
     width = target.get_input_embeddings().weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -136,7 +136,7 @@ class EagleDrafter(Drafter):
         return torch.cat([streams[layer + 1] for layer in self.head.config.layers], -1)
 
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Returns the loss; row i of step s learns the target's distribution of token i + 2 + s."""
+        """Returns the loss; output i of step s learns the target's distribution of i + 2 + s."""
         head, steps, length = self.head, self.spec.steps, batch.tokens_BS.shape[1]
         tokens_BS = F.pad(batch.tokens_BS, (0, steps - 1))  # all steps then have the same rows
         counts_BS = F.pad(batch.counts_BS, (0, steps + 1))
@@ -173,7 +173,7 @@ class EagleDrafter(Drafter):
 
     @torch.no_grad()
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """See ``Drafter.right``; row t - 1 of step k drafts token k + 1 after the root t."""
+        """Implements ``Drafter.right``: output t - 1 of step k (from 0) drafts token t + 1 + k."""
         length, steps = len(tokens_T), self.spec.steps
         padded = F.pad(tokens_T[None], (0, steps))
         features = self.features(target.residuals(padded, self.layers))

@@ -89,7 +89,7 @@ class Fit:
         settings: Mapping[str, Any],
         report: Report,
     ) -> None:
-        """Raises UserError if the checkpoint was made under other ``settings`` (JSON values)."""
+        """Raises UserError if a checkpoint exists that had other ``settings`` (JSON values)."""
         if not len(windows):
             raise UserError("the answers have no token to train on: give other answers")
         self.drafter, self.target, self.windows = drafter, target, windows
@@ -121,7 +121,7 @@ class Fit:
         write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
 
     def estimate(self) -> str:
-        """Times one training step and undoes it; returns a text on the rest's time and memory."""
+        """Times one step, undoes it, and returns a line on the time left and the peak memory."""
         before = [weight.detach().clone() for weight in self._weights]
         states = copy.deepcopy([optimizer.state_dict() for optimizer in self._optimizers])
         began = time.monotonic()

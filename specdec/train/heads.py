@@ -1,4 +1,4 @@
-"""Exit heads and Medusa heads, which read one residual stream of the target (PPSD D.1, Medusa 2.1).
+"""Exit and Medusa heads, which read the target's states after one layer (PPSD D.1, Medusa 2.1).
 
 Shape letters: see ``train.drafter``.
 """
@@ -106,7 +106,7 @@ class StreamHeads(Drafter):
         options: OutputOptions,
         ids: Tensor | None,
     ) -> None:
-        """``specs``: (kind, target layers before the head, offset; 0 predicts the next token)."""
+        """``specs``: (kind, target layers before it, offset) per head; offset 0: the next token."""
         super().__init__()
         if not specs:
             raise UserError("layers=[]: name the target layers before at least one head")
@@ -192,7 +192,7 @@ class MedusaDrafter(StreamHeads):
         self.num_drafts = spec.heads
 
     def right(self, target: FrozenModel, tokens_T: Tensor) -> dict[str, Tensor]:
-        """See ``Drafter.right``; head k >= 1 predicts token t + k from the token before root t."""
+        """Implements ``Drafter.right``: head k >= 1 predicts token t + k from token t - 1."""
         rows = list(self.predicted(target, tokens_T).values())
         right_KT = torch.zeros_like(torch.stack(rows), dtype=torch.bool)
         for k, predicted_T in enumerate(rows, start=1):
@@ -201,7 +201,7 @@ class MedusaDrafter(StreamHeads):
 
 
 def drafted_one_by_one(predicted_T: Tensor, tokens_T: Tensor, num_drafts: int) -> Tensor:
-    """Returns bool[K, T], see ``Drafter.right``, if each token is predicted from the one before."""
+    """Returns the bool[K, T] of ``Drafter.right``; ``predicted_T[t]`` is the prediction after t."""
     next_T = torch.zeros_like(tokens_T, dtype=torch.bool)
     next_T[:-1] = predicted_T[:-1] == tokens_T[1:]
     right = torch.zeros(num_drafts, len(tokens_T), dtype=torch.bool, device=tokens_T.device)

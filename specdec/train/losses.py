@@ -36,8 +36,8 @@ class LossOptions:
     Attributes:
         target_weight: weight of the objective (PPSD's lambda, D.1, with a label_weight of 1).
         label_weight: weight of the cross entropy of the text's own tokens.
-        temperature: of both distributions; below 1 the likeliest tokens, which a verifier
-            compares, weigh more.
+        temperature: divides both models' logits. Values below 1 give more weight to the likeliest
+            tokens, which decide acceptance in greedy verification.
         every: the loss uses one position in this many, at an offset that changes each step, which
             saves products with the output matrix.
     """
@@ -50,7 +50,7 @@ class LossOptions:
 
 
 class Goal:
-    """The target's distributions at N positions, in the draft vocabulary ``ids``, int64[U]."""
+    """The target's distributions at N positions over the draft tokens ``ids``, int64[U] or all."""
 
     def __init__(self, target_NV: Tensor, ids: Tensor | None, options: LossOptions) -> None:
         self._options, self._ids = options, ids

@@ -1,4 +1,4 @@
-"""``specdec train``: trains a drafter on a target's answers, and measures what it predicts."""
+"""``specdec train``: trains a drafter on a target's answers and tests it on held-out answers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ SPECS: Mapping[str, type] = {
     "exit": ExitSpec,
     "draft": DraftSpec,
 }
-"""Kind of drafter -> class of its own configuration keys."""
+"""Kind of drafter -> dataclass of the configuration keys that only this kind has."""
 
 
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Configuration keys that all kinds of drafters have, besides ``SECTIONS`` and ``GROUPS``."""
+    """Configuration keys of all kinds of drafters, except those in ``SECTIONS`` and ``GROUPS``."""
 
     output_dir: Text
     work_dir: Text | None = None
@@ -76,7 +76,7 @@ GROUPS = ("model", "data", "sampling")
 
 
 def check(kind: str, config: Mapping[str, Any]) -> None:
-    """Checks a training configuration except its ``GROUPS``; UserError for an unusable value."""
+    """Raises UserError for an unusable value in a configuration; skips the keys in ``GROUPS``."""
     if config.get("output_dir") is None:
         raise UserError("output_dir has no value: add output_dir=DIR, for what is trained")
     sections = {name: config.get(name) for name in SECTIONS if name in config}
@@ -93,7 +93,7 @@ def check(kind: str, config: Mapping[str, Any]) -> None:
 
 
 def _plan_values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the section ``plan``; for exit heads, values of the PPSD paper replace null."""
+    """Returns ``config["plan"]``; for exit heads, the PPSD paper's values replace None."""
     values = dict(config["plan"])
     head = config.get("head", "transformer")
     if kind == "exit" and head in STATED:
@@ -111,7 +111,7 @@ def train(
     ends: Sequence[int] = (),
     report: Report = silent,
 ) -> dict[str, Agreement] | None:
-    """Trains a drafter for a loaded target, which is not changed.
+    """Trains a drafter for a loaded target, which is not changed; ``ends`` are its EOS token ids.
 
     ``config`` has the keys of conf/train/KIND.yaml. Returns drafter name -> how its drafts match
     held-out answers; None if the run ended before that (``plan.stop_minutes``, ``estimate_only``).

@@ -1,4 +1,4 @@
-"""Training text: prompts with the target's own answers, read from files or written here.
+"""Training texts, prompts with the target's answers: reads, generates and batches them.
 
 Shape letters: T tokens of a text, B windows of a batch, S positions of a window.
 """
@@ -31,7 +31,7 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AnsweredText:
-    """A prompt and its answer: int32[T], of which the first ``num_prompt`` are the prompt."""
+    """Token ids of a prompt and its answer, int32[T]; the first ``num_prompt`` are the prompt's."""
 
     tokens: IntArray
     num_prompt: int
@@ -42,11 +42,11 @@ def read_answers(
     tokenizer: PreTrainedTokenizerBase | None,
     prompts: Mapping[int, npt.NDArray[np.int64]],
 ) -> Iterator[AnsweredText]:
-    """Reads a JSON lines file of answers. A line has
+    """Yields the texts of a JSON lines file. Each line has one of these sets of keys:
 
     - ``prompt`` and ``completion`` as text, or ``prompt_token_ids`` and ``output_token_ids``;
-    - or ``messages``, a chat whose last message is the answer, in the tokenizer's chat template;
-    - or ``id`` and ``output``, as a run's requests.jsonl; the prompt is then ``prompts[id]``.
+    - ``messages``, a chat whose last message is the answer, for the tokenizer's chat template;
+    - ``id`` and ``output``, as in a run's requests.jsonl; the prompt is then ``prompts[id]``.
     """
     if not path.is_file():
         raise UserError(f"answers={path} is not a file: name JSON lines of the target's answers")
@@ -104,9 +104,9 @@ def write_answers(
     seed: int,
     report: Report,
 ) -> None:
-    """Appends the target's answers to ``prompts`` (id -> tokens) to a file; skips ids that it has.
+    """Appends the target's answers to ``prompts`` (id -> tokens) to a file; skips ids in the file.
 
-    All rows of a batch are sampled by one seed, so an answer depends on the batch's other prompts.
+    An answer ends at a token of ``ends``; if sampled, it depends on the other prompts of its batch.
     """
     done = {entry["id"] for _, entry in read_records(path)} if path.exists() else set()
     order = sorted(prompts, key=lambda number: len(prompts[number]))
@@ -148,7 +148,7 @@ def write_answers(
 def _generated(
     target: PreTrainedModel, prompts: Sequence[npt.NDArray[np.int64]], rules: GenerationConfig
 ) -> npt.NDArray[np.int64]:
-    """Continues prompts, padded on the left to one length; returns L new tokens, int64[B, L]."""
+    """Left-pads prompts and continues them; returns int64[B, L], the L new tokens of each."""
     width = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -172,7 +172,7 @@ class Windows:
     """Texts cut into windows of at most ``length`` tokens, in random batches of similar lengths."""
 
     def __init__(self, texts: Sequence[AnsweredText], length: int, batch: int, seed: int) -> None:
-        """Drops windows without an answer token; ``num_tokens`` counts the tokens of the others."""
+        """Drops windows without an answer token; ``num_tokens`` counts all tokens of the others."""
         self.batch_size, self.seed = batch, seed
         self._known: tuple[int, list[list[int]]] | None = None  # the last epoch's batches
         self._windows = [
@@ -229,7 +229,7 @@ class Windows:
         return sum(len(self._windows[i][0]) for i in self.chosen(step))
 
     def batch(self, step: int) -> Batch:
-        """Returns a step's windows. Their first tokens never count, since nothing predicts them."""
+        """Returns a step's windows. The loss excludes their first tokens, which have no context."""
         rows = [self._windows[i] for i in self.chosen(step)]
         width = max(len(row) for row, _ in rows)
         tokens = torch.zeros(len(rows), width, dtype=torch.long)

@@ -1,13 +1,13 @@
 """The token tree of one request: nodes in topological order, and candidates for further nodes.
 
 A node has a stable *id* (increasing, never reused) and a *slot* (its current array index, which
-changes when the tree is rerooted). Interfaces exchange ids; slots are valid within one call. Slot
+changes when another node becomes the root). Data for other modules contains ids, not slots. Slot
 order is both id order and topological order, so bisection finds an id, and pointer jumping finds a
 subtree. No N x N ancestor matrix is stored (SpecPipe 3.2.1 stores one; at 1344 nodes each commit
-would compact 1.8 MB). Instead, ``paths`` lists the ancestors of a batch's nodes.
+would compact 1.8 MB). Instead, ``TokenTree.paths`` computes the ancestors of a batch's nodes.
 
-*Candidates* are children that a source proposed and no policy has turned into nodes yet. They are
-stored with their parent, so taking one later costs no draft forward.
+*Candidates* are children that a token source (such as a draft model) has proposed but that are not
+nodes yet. They are stored with their parent, so adding one as a node later needs no draft forward.
 
 Shape letters: N nodes, W selected nodes, K candidates per node, C children, D depth, V vocabulary,
 E hidden size.
@@ -51,17 +51,17 @@ class TokenTree:
         positions: int64[N], absolute positions.
         submitted_at: int64[N], step of submission to the target; -1 if not submitted.
         origins: int64[N], index of the source that proposed the node (``Candidates.origins``).
-        answers: int64[N], the target's own next token after each node; -1 where not ``answered``.
+        answers: int64[N], the target's own next token after each node; -1 if it is not known.
         logprobs: float64[N], log draft probability given the parent.
         scores: float64[N], sum of ``logprobs`` along the path from the current root, which has 0.
         expanded: bool[N], whether the source has proposed candidates for the node.
-        answered: bool[N], whether the target has answered the node.
+        answered: bool[N], whether the target's result for the node has arrived.
         draft_probs: node id -> float64[V], the distribution from which the node's candidates were
             sampled; only for sources that sample.
-        target_probs: node id -> float64[V], the target's distribution after the node; only if a
-            part needs it (``Needs.target_probs``).
-        hidden: node id -> name -> [E], the target's hidden states of the node; only if a part needs
-            them (``Needs.hidden``). Early ones arrive before the node's answer.
+        target_probs: node id -> float64[V], the target's distribution after the node; only if the
+            source or the verifier needs it (``Needs.target_probs``).
+        hidden: node id -> name -> [E], the target's hidden states of the node; only those that the
+            source or the verifier needs (``Needs.hidden`` and ``Needs.early_hidden``).
         next_id: id of the next new node.
     """
 
@@ -99,7 +99,7 @@ class TokenTree:
 
     @property
     def depths(self) -> IntArray:
-        """int64[N], distance from the root."""
+        """int64[N], distance of each node from the root."""
         return self.positions - self.positions[0]
 
     @property
@@ -109,7 +109,7 @@ class TokenTree:
 
     @property
     def candidate_logprobs(self) -> FloatArray:
-        """float64[N, K], a view; -inf where there is no candidate or where it became a node."""
+        """float64[N, K], a view: log probabilities; -inf for no candidate or one that is a node."""
         return self._candidates.view(np.float64)[: self._size, :, _LOGPROB]
 
     def copy(self) -> Self:
@@ -137,8 +137,8 @@ class TokenTree:
         logprobs: FloatArray,
         origins: IntArray | None = None,
     ) -> IntArray:
-        """Adds W nodes of any depth below the slots ``parents``, int64[W] (layer appending,
-        SpecPipe 3.2.1); returns their slots. Siblings must have different tokens (not checked).
+        """Adds W nodes as children of the slots ``parents``; returns the new slots, int64[W]. Nodes
+        may have different depths (SpecPipe 3.2.1); siblings' tokens must differ (not checked).
         """
         new = slice(self._size, self._size + len(tokens))
         self._claim(new.start, new.stop)
@@ -173,8 +173,8 @@ class TokenTree:
             self.draft_probs.update(zip(ids, candidates.probs[rows], strict=True))
 
     def drop_known_children(self, slots: IntArray) -> None:
-        """Removes, of each node in ``slots``, the candidates whose token one of its children has: a
-        node may have children before it is expanded.
+        """Removes candidates of the nodes ``slots``, int64[W], whose token a child of the same node
+        already has. Such children exist if they were added before the node was expanded.
         """
         if slots[0] == self._size - 1 and len(slots) == 1:
             return  # the last node
@@ -188,8 +188,8 @@ class TokenTree:
         self.candidate_logprobs[slots] = np.where(known, -np.inf, self.candidate_logprobs[slots])
 
     def take(self, slots: IntArray, columns: IntArray) -> IntArray:
-        """Turns untaken candidates into nodes: of each node in ``slots``, int64[W], the one in the
-        column at the same index of ``columns``; returns the new slots.
+        """Turns candidate ``columns[i]`` of node ``slots[i]`` into a node, for each i < W; returns
+        the slots of the new nodes, int64[W]. The candidates must exist and not be nodes yet.
         """
         taken = self._candidates[slots, columns]
         self.candidate_logprobs[slots, columns] = -np.inf
@@ -197,7 +197,7 @@ class TokenTree:
         return self.append(slots, taken[:, _TOKEN], logprobs, taken[:, _ORIGIN])
 
     def set_answers(self, answers: Answers) -> None:
-        """Stores the target's answers at their nodes; ignores those to pruned nodes."""
+        """Stores the target's answers at their nodes; ignores answers to pruned nodes."""
         slots = self.slots(answers.node_ids)
         # Answers of pruned nodes go to the spare slot.
         self._ints[_ANSWERS, slots] = answers.tokens
@@ -233,7 +233,7 @@ class TokenTree:
         return slots
 
     def hidden_rows(self, ids: IntArray) -> dict[HiddenName, torch.Tensor]:
-        """Returns copies [W, E] of the hidden states, by name, that all ``ids``, int64[W], have."""
+        """Returns copies [W, E], by name, of the hidden states that all nodes ``ids`` have."""
         if not self.hidden:
             return {}
         rows = [self.hidden.get(node_id, {}) for node_id in ids.tolist()]
@@ -284,8 +284,8 @@ class TokenTree:
     def with_missing_ancestors(
         self, slots: IntArray, has: Callable[[IntArray], BoolArray]
     ) -> IntArray:
-        """Returns int64[M], sorted: ``slots`` and all their ancestors that a cache does not have;
-        ``has`` maps node ids to bool.
+        """Returns ``slots`` and the slots of their ancestors that a cache lacks, in order. ``has``
+        maps node ids to whether the cache has them; if it has a node, it has all its ancestors.
         """
         inside = np.zeros(self._size, np.bool_)
         inside[slots] = True
@@ -322,8 +322,8 @@ class TokenTree:
         self.hidden = {i: h for i, h in self.hidden.items() if i in live}
 
     def _claim(self, start: int, stop: int) -> None:
-        """Puts new nodes, without tokens and parents, into the slots ``start`` .. ``stop`` - 1. The
-        last slot of the capacity (index ``NO_NODE``) is spare; its id and parent are ``NO_NODE``.
+        """Initialises slots ``start`` .. ``stop`` - 1 for new nodes; the caller sets their tokens.
+        The arrays' last entry, index ``NO_NODE`` (-1), is spare; its id and parent are ``NO_NODE``.
         """
         if (extra := stop + 1 - self._ints.shape[1]) > 0:
             more = (0, max(extra, self._ints.shape[1], _CAPACITY))
@@ -343,7 +343,7 @@ class TokenTree:
         self.next_id += stop - start
 
     def _resize(self, size: int) -> None:
-        """Sets the number of nodes, and makes the columns views of them, once for many reads."""
+        """Sets the number of nodes to ``size`` and makes the array attributes views of them."""
         self._size = size
         ints = self._ints[:, :size]
         self.ids, self.tokens, self.parents, self.positions = ints[:4]

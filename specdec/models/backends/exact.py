@@ -7,7 +7,7 @@ number of rows is *proved* if passes of that many, at several offsets and in sev
 equal bits. A test is no proof for all inputs, but kernels do not choose their order of additions by
 values. A pass is then cut into passes of at most 64 rows in packing order, each padded with zero
 rows to a proved number. Attention takes each row's keys in the order of their positions
-(``specdec.attention.exact``); activations run in pieces; rotary tables are computed for always the
+(``specdec.attention.exact``); activations run in pieces; rotary tables are always computed for the
 same number of rows. Plain decoding, trees, prompts and any number of requests use the same passes.
 
 Results of the tests are cached in the process.
@@ -62,7 +62,7 @@ _FOLLOWING = ("dynamic", "longrope")  # rope types whose frequencies depend on t
 
 
 class Exact(Backend):
-    """Runs exact passes; ``counts``, ascending, are the proved row counts, the sizes of passes."""
+    """Runs exact passes; ``counts``, ascending, are the proved row counts, to which it pads."""
 
     def __init__(self, eager: Eager) -> None:
         """Tests operators and passes to find ``counts``; call ``use_exact_modules`` before."""
@@ -261,7 +261,7 @@ def _name(setting: Setting) -> str:
 
 
 def _proved(operator: Operator) -> Iterator[int]:
-    """Yields each of ``ROW_COUNTS`` with which all layouts give the bits of the reference pass."""
+    """Yields each of ``ROW_COUNTS`` at which all layouts equal the reference pass bit for bit."""
     size = operator.num_rows
     reference = operator.layouts[0](0, size)
     for count in ROW_COUNTS:
@@ -356,7 +356,7 @@ def _linear_operator(module: Any, weight: Tensor, key: Hashable, setting: Settin
 
 
 def _norm_operator(module: Any, weight: Tensor, key: Hashable, setting: Setting) -> Operator:
-    """Builds the test of a norm on many samples; only few reveal another order of additions."""
+    """Builds the test of a norm on many samples, as only few reveal another order of additions."""
     generator, width = torch.Generator().manual_seed(0), len(weight)
     num = max(1, _NORM_ELEMENTS // (MOST_ROWS * width))
     samples = [torch.randn(MOST_ROWS, width, generator=generator) for _ in range(num)]
@@ -370,7 +370,7 @@ def _row_operator(
     samples: Sequence[Tensor],
     setting: Setting,
 ) -> Operator:
-    """Builds the test of a function of rows [1, R, I]: they run in their order and rotated."""
+    """Builds the test of ``run``, a function of rows [1, R, I], in given and in rotated order."""
     samples = [sample.to(dtype=setting.dtype, device=setting.device) for sample in samples]
 
     def straight(start: int, stop: int) -> list[Tensor]:

@@ -2,12 +2,12 @@
 
 A graph reads and writes tensors at fixed addresses with fixed shapes, so a request's keys and
 values are stored in an arena, which later requests reuse; rows are padded to one of a few counts,
-masks to one of a few widths; and all inputs are sent to the device in one copy. Padding rows repeat
-the last row and write to a spare slot that no row sees. ``model.graphs=replay`` does the same
-without graphs, on any device.
+masks to one of a few widths; all inputs from the host are sent to the device in one copy. Padding
+rows repeat the last row and write to a spare slot that no row sees. ``model.graphs=replay`` does
+the same without graphs, on any device.
 
-Before a run that is timed, graphs are also captured for fewer rows and shorter contexts than in
-the passes before it.
+Before a timed run, graphs are captured not only for the shapes of the passes before it, but also
+for fewer rows and shorter contexts.
 
 Shape letters: L layers, G key/value heads, D head size, C slots of an arena (without its spare), R
 (padded) rows, A rows whose logits are computed, M columns of the mask, E hidden size, V vocabulary.
@@ -61,7 +61,7 @@ _MAX_REQUESTS = 4  # per captured pass; more run in one packed, uncaptured pass
 
 class Arena:
     """Key/value memory at a fixed address, used by one request at a time. ``slots``, [L, 2, G, C,
-    D], is for the cache; ``layers``, [2 L, 1, G, C + 1, D], is all memory, with one spare slot.
+    D], is for the cache; ``layers``, [2 L, 1, G, C + 1, D], also has a slot with index ``spare``.
     """
 
     def __init__(self, spec: CacheSpec, capacity: int) -> None:
@@ -110,10 +110,10 @@ class Arenas:
 
 
 class Inputs:
-    """Inputs of a pass in one device buffer, filled by one copy.
+    """Inputs of a pass in one device buffer, filled by one copy; ``hidden`` is a separate tensor.
 
     Attributes:
-        tokens, positions, slots: int64[R].
+        tokens, positions, slots: int64[R], token, position and cache slot of each row.
         lengths, visible: int64[2] and uint8[R, M], see ``Visibility``.
         columns: int64[M], positions of the entries in the slots from ``lengths[0]`` on.
         hidden: [1, R, E] for a slice that is not the first; else None.
@@ -139,7 +139,7 @@ class Inputs:
             self.hidden = torch.zeros(size, dtype=spec.dtype, device=spec.device)
 
     def idle(self, spare: int) -> None:
-        """Writes inputs of rows that see slot 0 and write to the spare slot: no cache changes."""
+        """Fills in rows that see only slot 0 and write to the slot ``spare``: no cache changes."""
         tokens, positions, slots, lengths, columns = self._ints
         tokens[:], positions[:], slots[:], columns[:] = 0, 0, spare, 0
         lengths[:] = 1, 1
@@ -149,7 +149,7 @@ class Inputs:
             self.hidden.zero_()
 
     def fill(self, rows: Rows, spare: int, hidden: Tensor | None) -> None:
-        """Pads ``rows`` and ``hidden`` (a state per row, or None) and copies both to the device."""
+        """Pads ``rows`` and ``hidden`` and copies both; padding rows write to slot ``spare``."""
         tokens, positions, slots, lengths, columns = self._ints
         num, num_seen = len(rows), rows.visible.shape[1]
         tokens[:num], tokens[num:] = rows.tokens, rows.tokens[-1]
@@ -210,7 +210,7 @@ class _StaticPlan(PassPlan):
 
 
 class Graphs(Backend):
-    """Runs passes of few rows over static buffers, a graph per shape; ``eager`` runs the others."""
+    """Runs passes of few rows over static buffers, one graph per shape; ``eager`` runs others."""
 
     def __init__(self, eager: Eager, *, captures: bool) -> None:
         self.layers = eager.layers

@@ -193,7 +193,7 @@ class GraphWriter:
         return self.op("Gather", both, self.constant("places", places.tolist()), axis=-1)
 
     def norm(self, module: nn.Module, value: str, update: str | None) -> tuple[str, str]:
-        """Writes the RMS norm of ``value + update``; returns names: its output, the sum."""
+        """Writes the RMS norm of ``value + update``; returns the names of the norm and the sum."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         name = self.norms.setdefault(id(module), f"norm{len(self.norms)}.weight")
         name, eps = self.weight(name, weight), epsilon(module)

@@ -32,11 +32,11 @@ from specdec.types import IntArray
 
 def build_head_graph(head: EagleHead, bits: int | None = None) -> Graph:
     """Writes a pass of an EAGLE head as an ONNX graph; ``problem`` must accept its config. Matrices
-    are quantised to ``bits`` per weight, None leaves float32.
+    are quantised to ``bits`` per weight; None leaves float32.
 
-    Inputs: tokens and positions int64[1, R]; features [1, R, S]; own [1, R, E]; is_feature
-    bool[R, 1], whether a row's state comes from its feature, else it is the row of ``own``;
-    logits_rows int64[A]. Outputs: states [1, R, E] and logits [1, A, U].
+    Inputs: tokens and positions int64[1, R]; features [1, R, S] of the target; own [1, R, E], the
+    head's outputs; is_feature bool[R, 1], which of the two a row reads; logits_rows int64[A]; and
+    masks and the cache. Outputs: states [1, R, E], logits [1, A, U], the cache.
     """
     config = head.config
     options = dict.fromkeys(range(len(head.layers)), ScoreOptions())

@@ -32,7 +32,7 @@ class Onnx(Backend):
     def __init__(self, eager: Eager, bits: int | None = None) -> None:
         """Builds the session; UserError if results for a few tokens differ from those of ``eager``.
         If ``bits`` is given, the weights of ``eager`` must be rounded already (``round_weights``),
-        and another session is compared, which does not round activations as the final one does.
+        and the session that is compared does not round activations, unlike the final one.
         """
         self.layers = layers = eager.layers
         config = layers.model.config.get_text_config()
@@ -100,7 +100,7 @@ class Onnx(Backend):
 
 
 def _pieces(rows: Rows) -> list[Rows]:
-    """Cuts the rows of a branching tree for an empty cache in two: after the prefix or first node.
+    """Cuts rows for an empty cache after the prefix or first node if they have a branching tree.
 
     ONNX Runtime's attention gives the rows of an empty cache the positions 0, 1, 2, ... and ignores
     the positions of the pass, which is wrong for siblings.

@@ -1,4 +1,4 @@
-"""Checks whether ``model.backend=onnx``, passes in ONNX Runtime, can run a model."""
+"""Checks whether ONNX Runtime can run the passes of a model (``model.backend=onnx``)."""
 
 from __future__ import annotations
 

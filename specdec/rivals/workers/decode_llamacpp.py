@@ -1,6 +1,6 @@
 """Decodes with llama.cpp, run by the Python that has its package xllamacpp.
 
-Requests go to llama.cpp's own server in this process, over HTTP, which alone returns token ids.
+Requests go over HTTP to llama.cpp's own server in this process, as only that returns token ids.
 Times are those of the server.
 """
 
@@ -82,7 +82,7 @@ def _seconds(part: dict[str, Any]) -> float:
 
 
 def _with_hidden(shown: list[Any], tokens: list[int], end_s: float) -> list[tuple[int, float]]:
-    """Adds tokens that the stream omits (they end within a character), at the next one's time."""
+    """Adds tokens that the stream omits (they end within a character), at the next shown time."""
     rest, pairs = list(shown), []
     for token in tokens:
         pairs.append((token, rest[0][1] if rest else end_s))
