@@ -33,7 +33,7 @@ def is_outside(node: object) -> bool:
 def _wrong_type(found: object, wanted: type) -> str:
     if isinstance(found, wanted):
         return ""
-    what = "None" if found is None else f"a {type(found).__name__}"
+    what = "None" if found is None else f"an object of type {type(found).__name__}"
     return f"{what}, but must return {wanted.__name__}"
 
 

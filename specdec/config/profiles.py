@@ -144,9 +144,9 @@ def with_draft(clock: dict[str, Any], name: str | None) -> dict[str, Any]:
     if name not in others:
         known = ", ".join([*([own] if own else []), *others]) or "a draft that it does not name"
         raise UserError(
-            f"model.draft_name={name} has the hits of this draft, but"
+            f"model.draft_name={name} has the acceptance of this draft, but"
             f" clock.profile={clock['profile']} has the time of {known}: add the time of {name} to"
-            " the profile's `drafts`, or choose a profile or a law of the same draft"
+            " the profile's `drafts`, or choose a profile or a model=law_NAME of the same draft"
         )
     note = f"{clock.get('note', '')} Here: draft times of {name}.".strip()
     return {**clock, "costs": {**clock["costs"], "draft": others[name]}, "note": note}

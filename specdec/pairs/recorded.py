@@ -71,8 +71,8 @@ class RecordedPair(ModelPair):
             return self.hidden
         if self.hidden_middle is None:
             raise UserError(
-                "this strategy needs a middle model, whose law model=synthetic has under"
-                " model.middle_top1: give one chance per class of positions"
+                "this strategy needs a middle model; its chances in model=synthetic are"
+                " model.middle_top1: give one per class of positions"
             )
         return self.hidden_middle
 
@@ -135,7 +135,7 @@ class SyntheticModels(RecordedPair):
         kind = str(policy.get("_target_"))
         if self._covers == "tree" and not kind.endswith(_CHAINS):
             raise UserError(
-                f"the law of model=synthetic has model.covers=tree: it says how often a whole tree"
+                f"model=synthetic has model.covers=tree: its chances say how often a whole tree"
                 f" of its draft had the right token, so {kind} cannot grow another from it; use"
                 " policy=chain with policy.gamma as deep as that tree"
             )
