@@ -138,6 +138,7 @@ def _endings(output: Sequence[int]) -> Iterator[tuple[str, StopRules]]:
         ("letters", letters, 1, 3),  # half a token and a whole one
         ("syllables", _syllables, 1, 2),  # within a token
         ("syllables", _syllables, 2, 8),  # across three
+        ("syllables", _syllables, 2, 40),  # across eleven
         ("tokens without text", _sparse_text(output), 0, 3),
         ("bytes", in_bytes, 0, 2),
         ("bytes", in_bytes, 0, 5),
@@ -146,6 +147,7 @@ def _endings(output: Sequence[int]) -> Iterator[tuple[str, StopRules]]:
         strings = [text[start : start + size] for start in range(first, len(text) - size + 1)]
         whole = list(dict.fromkeys(s for s in strings if "\ufffd" not in s))
         for string in whole[:: 1 + len(whole) // 6]:
-            yield f"{name}, stop string {string!a}", rules(stop_strings=(string,), decode=decode)
+            two = string, "~"  # the second occurs nowhere
+            yield f"{name}, stop string {string!a}", rules(stop_strings=two, decode=decode)
     for limit in range(1, min(len(output), 7)):
         yield f"max_new_tokens={limit}", StopRules(max_new_tokens=limit)

@@ -57,6 +57,7 @@ SAMPLINGS = {
     "t=0.9 no_repeat_ngram=2, a processor": SamplingParams(
         temperature=0.9, no_repeat_ngram=2, processors=(_in_place,)
     ),
+    "t=0.9 no_repeat_ngram=4": SamplingParams(temperature=0.9, no_repeat_ngram=4),
 }
 
 _Rows = tuple[Case, TreeRows, FloatArray, FloatArray]
@@ -95,7 +96,8 @@ def _parts(number: int, vocab_size: int) -> Iterator[_Rows]:
         logits[2] *= 0.1  # nearly flat: the draw may be anywhere
         logits[3, -3:] += 3.0 * np.log(vocab_size)  # the last ids have most of the mass
         request_id = 20 * number + index + (index % 2 << 33)
-        prompt = tuple(rng.integers(0, vocab_size, 4).tolist())
+        # Four equal tokens are the shortest history in which no_repeat_ngram=4 excludes a token.
+        prompt = tuple(rng.integers(0, vocab_size, 4 if index % 2 else 1).tolist() * 4)[:4]
         label, stop = f"{label}, {vocab_size} logits", StopRules(max_new_tokens=1)
         tokens = np.array([prompt[-1], *rng.integers(0, vocab_size, _ROWS - 1)])
         start = _STARTS[number] + index
