@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 
 from specdec.config.folders import run_in
+from specdec.config.hydra import check_lists
 from specdec.config.job import COMPARISON_FILE, compose_comparison, run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
@@ -384,13 +385,12 @@ def verify(
     """
     from specdec.certify.certify import certify as run_checks
 
+    check_lists(checks=checks or ())
     return run_checks(_config(overrides, config_dirs), checks=checks, depth=depth)
 
 
 def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:
-    for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
-        if isinstance(value, str):
-            raise UserError(f"{name}={value!r} must be a list, as in {name}=[{value!r}]")
+    check_lists(overrides=overrides, config_dirs=config_dirs)
     return run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
 
 
@@ -448,8 +448,7 @@ def compare(
         output_dir: folder for result files, from which a repeated call resumes. Default: that of an
             override ``output_dir=``; without one no files are kept.
     """
-    if isinstance(strategies, str) or isinstance(overrides, str):
-        raise UserError("strategies and overrides are lists, as in compare(['ar', 'suffix'], [])")
+    check_lists(strategies=strategies, overrides=overrides, config_dirs=config_dirs)
     words = [f"strategies=[{','.join(strategies)}]", *overrides]
     comparison = compose_comparison(words, [Path(folder) for folder in config_dirs])
     if output_dir is None:

@@ -3,8 +3,6 @@
 A case's id is its prompt id, on which random numbers depend; ids are unique within a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +19,7 @@ from specdec.compose.workbench import compose
 from specdec.distributed.rank_groups import GroupHandle
 from specdec.errors import UserError
 from specdec.loop import decode
+from specdec.parts.fields import did_you_mean
 from specdec.state import RequestState
 from specdec.types import Lossless
 
@@ -60,6 +59,8 @@ def certify(
     is called after each check."""
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
+    if unknown := [name for name in checks or () if name not in CHECKS]:
+        raise UserError(f"checks: {unknown[0]} is unknown: {did_you_mean(unknown[0], CHECKS)}")
     start = perf_counter()
     done, crashes = list[Check](), dict[Any, Crash]()
     threads = torch.get_num_threads()

@@ -7,8 +7,6 @@ computed, independently of the cache's own bookkeeping.
 Shape letters: P paths, L layers, H heads, D head size, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -15,8 +15,6 @@ Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law
 of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ each token's position in the target's CDF after its prefix.
 Shape letters: V vocabulary, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Checks that outputs equal plain decoding token for token in float64, and tests ``KeyedDraws``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ ids and seeds of more than 32 bits, unordered positions.
 Shape letters: A rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

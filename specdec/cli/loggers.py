@@ -1,7 +1,5 @@
 """Loggers (``logger=``) send results elsewhere besides the run folder."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,5 @@
 from dataclasses import asdict
+from shlex import quote
 
 from specdec.cli.arguments import Arguments, help_of
 from specdec.cli.execute import reporting, run_in
@@ -43,7 +44,8 @@ def main(arguments: Arguments) -> int:
 
     _, is_new = run_in(folder, request.config, SEARCH_FILE, work, table=TABLE_FILE)
     if is_new:
-        print(f"use it: --config-dir {folder} strategy={PRESET}")
+        words = " ".join(map(quote, (f"strategy={PRESET}", *request.words)))
+        print(f"use it: specdec run --config-dir {quote(str(folder))} {words}")
         print(f"results in {folder}")
     if request.chosen.check not in ("", "false"):
         with reporting() as progress:

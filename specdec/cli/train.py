@@ -56,8 +56,9 @@ def main(arguments: Arguments) -> int:
     from specdec.pairs import PretrainedPair, build_pair
     from specdec.pairs.huggingface import HuggingFacePair
     from specdec.train.progress import progress_bar
-    from specdec.train.run import sharded, train
+    from specdec.train.run import check_texts, sharded, train
 
+    check_texts(config)
     if config["threads"]:
         torch.set_num_threads(config["threads"])
     pair = build_pair(config["model"])

@@ -4,8 +4,6 @@ A token outside the vocabulary or a ``None`` would otherwise surface as an error
 its cause. The library's own parts are tested instead, and are not checked in every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any

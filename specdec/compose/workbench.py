@@ -493,6 +493,8 @@ def build(
     from specdec.config.job import check_config
     from specdec.pairs.options import build_pair
 
+    if not isinstance(bench, Workbench | None):
+        raise UserError(f"{bench!r:.60} is no workbench: give Workbench(pair) for a pair of models")
     words = [f"strategy={preset}"]
     config = compose_config(words).values
     if keys.get("stages") is not None and "stages" not in config["executor"]:

@@ -401,9 +401,8 @@ def _compose_row(
 
 def _row_names(strategies: object, extra: Trees) -> list[str]:
     if not isinstance(strategies, list) or not strategies:
-        raise UserError(
-            f"strategies={strategies} must be a list of presets, as in 'strategies=[ar,staged]'"
-        )
+        fault = "is empty" if strategies == [] else "must be a list of presets"
+        raise UserError(f"strategies={strategies} {fault}: write 'strategies=[ar,staged]'")
     known, names = options("strategy", extra), [str(name) for name in strategies]
     for name in names:
         if name not in known:

@@ -4,8 +4,6 @@ Rank 0 records every call on a cache of the draft and sends the recorded calls w
 pass. The other ranks repeat them on caches of their own attention heads, and join the pass.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 import weakref

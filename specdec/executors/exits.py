@@ -6,8 +6,6 @@ has the same entries as its stage's cache, and both apply the same commits.
 Shape letters: R rows of a batch, W tree rows among them, E hidden size, V vocabulary, K candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

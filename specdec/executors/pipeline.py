@@ -199,10 +199,6 @@ class PipelineExecutor(Executor):
             stage.close(request_id)
 
     @property
-    def stage_rows(self) -> list[int]:
-        return [stage.rows for stage in self.stages]
-
-    @property
     def stage_of_rank(self) -> dict[int, int]:
         return {rank: rank for rank in range(1, len(self.stages) + 1)}
 

@@ -6,8 +6,6 @@ copy of the module tree that lacks the other layers. Gradients reach input state
 Shape letters: B sequences, S positions, E hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -51,7 +51,7 @@ class ModelInfo:
     tensors: Mapping[str, str]
 
 
-def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
+def inspect_model(path_or_id: ModelInfo | str | Path, key: str = "model path") -> ModelInfo:
     """Checks that a model can be loaded, without loading it. A ``ModelInfo`` is not checked again.
 
     A name that is no local path is taken as a Hugging Face id. UserError for damaged or missing
@@ -59,7 +59,7 @@ def inspect_model(path_or_id: ModelInfo | str | Path) -> ModelInfo:
     """
     if isinstance(path_or_id, ModelInfo):
         return path_or_id
-    folder = _folder(path_or_id)
+    folder = _folder(path_or_id, key)
     config = read_config(folder / "config.json", _REMEDY)
     _check_architecture(folder, config)
     text = config.get("text_config") or config
@@ -83,7 +83,7 @@ def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
     """Checks a target and its draft models without loading them; ``names`` are their paths by role.
     UserError if one, except ``translated``, has other token ids than the ``target``.
     """
-    infos = {name: inspect_model(family_path(path)) for name, path in names.items() if path}
+    infos = {n: inspect_model(family_path(p), f"model.{n}") for n, p in names.items() if p}
     target = infos["target"]
     for name, info in infos.items():
         if name in ("target", "translated"):
@@ -106,23 +106,26 @@ def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
     return infos
 
 
-def _folder(path_or_id: str | Path) -> Path:
+def _folder(path_or_id: str | Path, key: str) -> Path:
     text = str(path_or_id)
     path = Path(path_or_id).expanduser()
     if path.is_dir():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        if files and not (path / "config.json").exists():
+            raise UserError(f"{key} {text!r} has no config.json; its GGUF is {files[0].name!r}")
         return path
     if path.is_file() and path.suffix == SUFFIX:
         return unpacked(path)
     if path.exists():
         raise UserError(
-            f"model path {text!r} is a file; give the folder that contains config.json, or a GGUF"
+            f"{key} {text!r} is a file; give the folder that contains config.json, or a GGUF"
             f" file (*{SUFFIX})"
         )
     if path.suffix == SUFFIX:
-        raise UserError(f"model path {text!r} does not exist; give a GGUF file that does")
+        raise UserError(f"{key} {text!r} does not exist; give a GGUF file that does")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(text):
         raise UserError(
-            f"model path {text!r} does not exist; give a folder with config.json and safetensors "
+            f"{key} {text!r} does not exist; give a folder with config.json and safetensors "
             "weights, or a Hugging Face id such as 'Qwen/Qwen3-0.6B'"
         )
     return _hub_folder(text)

@@ -146,8 +146,9 @@ def read_medusa(folder: Path, layer: int, num_heads: int) -> list[Weights]:
         if not path.is_file():
             raise UserError(
                 f"source.heads={num_heads}: model.exit_heads has no {path.name}: train it with"
-                f" `specdec train medusa heads={num_heads}`, use fewer"
-                f" (source.heads={number - 1}) or untrained ones with model.exit_heads=null"
+                f" `specdec train medusa heads={num_heads}`"
+                + (f", use fewer (source.heads={number - 1})" if number > 1 else "")
+                + " or use untrained ones with model.exit_heads=null"
             )
         expected = {"kind": "medusa", "layer": layer, "offset": number}
         heads.append(read_tensors(path, expected))

@@ -1,7 +1,5 @@
 """How often a plan expects draft tokens to be accepted: by an acceptance model or recorded run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

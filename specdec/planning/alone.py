@@ -4,10 +4,9 @@ Acceptance is unknown before the target decodes, so nothing is simulated: all pr
 same prompts, switching every fraction of a second, until prompts or time (``budget_s``) run out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from time import monotonic
+from typing import Any
 
 from specdec.errors import UserError
 from specdec.planning.answer import Plan, choices_of
@@ -15,7 +14,7 @@ from specdec.planning.candidates import PLAIN, Candidate, Simulator, presets
 from specdec.planning.machines import Profiled
 from specdec.planning.measuring import ModelsHere
 from specdec.planning.options import PlanOptions
-from specdec.planning.search import Search
+from specdec.planning.search import NO_TIME, Search
 
 PRESETS_BY_KEY = {
     "target": ("suffix", "prompt_lookup"),
@@ -25,7 +24,9 @@ PRESETS_BY_KEY = {
 }
 """Key of the configuration section ``model`` -> presets that are tried if the key is set."""
 
-_LENGTH = 64  # tokens per prompt
+_LENGTH, _SHORT = 64, 16  # tokens per prompt, and where the time is short
+_TRYING = 0.4  # share of the time after which no smaller tree is loaded
+_FEW = 3  # prompts; of fewer, intervals say nothing
 
 
 def measure_alone(
@@ -38,27 +39,30 @@ def measure_alone(
     began, progress, batch = monotonic(), models.progress, chosen.batch[0]
     names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]
     found, left_out = presets(models.words, models.extra, [PLAIN, *names], measured=True)
-    tried = {}
-    for made in found:
-        for size in (made, *made.smaller()[:1]):
-            parts = {part: size.config[part] for part in ("policy", "executor")}
-            config = {**models.config(size.name), **parts}
-            try:
-                start = monotonic()
-                models.decode([config], batch=batch, count=1, length=8)
-                tried[size.key] = (size, config, (monotonic() - start) / 16)
-            except UserError as error:  # such as a head of another method
-                left_out[size.name] = str(error)
+    tried: dict[str, tuple[Candidate, dict[str, Any], float]] = {}
+    for size in [*found, *(size for made in found for size in made.smaller()[:1])]:
+        parts = {part: size.config[part] for part in ("policy", "executor")}
+        config = {**models.config(size.name), **parts}
+        try:
+            if size not in found and monotonic() - began > _TRYING * chosen.budget_s:
+                raise UserError(NO_TIME)
+            start = monotonic()
+            models.decode([config], batch=batch, count=1, length=8)
+            tried[size.key] = (size, config, (monotonic() - start) / 16)
+        except UserError as error:  # such as a head of another method
+            left_out[str(size)] = str(error)
     candidates = [size for size, _, _ in tried.values()]
     count = max(1, min(chosen.prompts, len(models.loaded[1]) // batch))
-    turn_s = _LENGTH * sum(token_s for _, _, token_s in tried.values())
+    token_s = sum(token_s for _, _, token_s in tried.values())  # of all candidates
+    left_s = max(0.0, began + chosen.budget_s - monotonic())
+    length = max(_SHORT, min(_LENGTH, int(left_s / token_s / (_FEW + 1))))
     progress.note(
-        f"{len(tried)} candidates decode {count} x {batch} prompts of {_LENGTH} tokens: about"
-        f" {min((count + 1) * turn_s, chosen.budget_s):.0f} s, at most"
+        f"{len(tried)} candidates decode {count} x {batch} prompts of {length} tokens: about"
+        f" {min((count + 1) * length * token_s, left_s):.0f} s, at most what is left of"
         f" budget_s={chosen.budget_s:g}; Ctrl+C ends it with the results so far"
     )
     progress.phase("runs", len(tried) * count)
-    shape = {"batch": batch, "count": count, "length": _LENGTH}
+    shape = {"batch": batch, "count": count, "length": length}
     units = models.decode(
         [config for _, config, _ in tried.values()],
         **shape,
@@ -68,13 +72,13 @@ def measure_alone(
     done = len(units[0])
     simulator = Simulator(models.loaded[0], prompts=done * batch)
     for made, of in zip(candidates, units, strict=True):
-        simulator.put(made, _LENGTH, of)
+        simulator.put(made, length, of)
     search = Search(
         machine=Profiled(name="this machine", devices=1, stages=1, by_batch={}),
         simulator=simulator,
         chosen=chosen,
         requests=0.0,
-        length=_LENGTH,
+        length=length,
         progress=progress,
     )
     ranked = search.ranked(candidates, done)
@@ -89,7 +93,8 @@ def measure_alone(
         batch=batch,
         context=chosen.context[0],
         devices=1,
-        acceptance=f"measured on {done * batch} prompts",
+        acceptance=f"measured on {done * batch} prompts of {length} tokens"
+        + (", too few for its intervals and `first`: give more budget_s" if done < _FEW else ""),
         machine="this machine",
         measured=True,
         left_out=left_out,

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from specdec.config.hydra import parse
+from specdec.config.hydra import check_lists, parse
 from specdec.config.job import run_job_of
 from specdec.errors import UserError
 from specdec.files import parse_json, write_json
@@ -264,9 +264,7 @@ def plan(
         output_dir: folder for the plan's files, from which a search resumes; None keeps none.
         keys: options of the plan (``PlanOptions``) as values.
     """
-    for name, value in (("overrides", overrides), ("config_dirs", config_dirs)):
-        if isinstance(value, str):
-            raise UserError(f"{name}={value!r} must be a list, as in {name}=[{value!r}]")
+    check_lists(overrides=overrides, config_dirs=config_dirs)
     request = plan_request(list(overrides), [Path(folder) for folder in config_dirs], keys)
     if output_dir is not None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ _PER_PRESET = 3  # candidates of a preset that enter the halving
 _SIMULATING, _DECODING = 0.3, 0.4  # shares of what measuring left; the rest is for trials
 _LEAST = 0.2  # share of the budget that a search has however long measuring took
 _SURE = 3  # candidates of either kind that a round evaluates even without time
-_NO_TIME = "the budget was spent before it was tried"
+NO_TIME = "the budget was spent before it was tried"
 
 _Tried = dict[str, tuple[float, Candidate]]  # key of a candidate -> its time in the first round
 
@@ -132,7 +132,7 @@ class Search:
         share = _LOOKING if preset.decoded else 1.0
         for layout in self._layouts(preset, self.machine.devices - others, own_draft):
             if preset.name != PLAIN and not self.has_time(decoded=preset.decoded, share=share):
-                reasons.append(_NO_TIME)
+                reasons.append(NO_TIME)
                 break
             try:
                 self._try(self._on(preset, replace(layout, others=others)), tried)

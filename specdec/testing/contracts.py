@@ -6,8 +6,6 @@ a part alone, with random trees, commits and batches, or with other parts that a
 raise an AssertionError that names the broken rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -3,8 +3,6 @@
 Shape letters: T tokens of a text, K draft tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Shape letters: B windows, S positions, N anchors, M draft tokens of a block, E hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Shape letters: see ``train.drafter``.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

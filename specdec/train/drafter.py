@@ -4,8 +4,6 @@ Shape letters: B windows, S positions, T = S tokens of one text, K draft tokens,
 size, V vocabulary, U draft vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shape letters: B windows, S positions, A rows in the loss, E hidden size, F feat
 vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The training loop: steps, checkpoints, and an estimate of time and memory."""
 
-from __future__ import annotations
-
 import copy
 import os
 import resource
@@ -101,6 +99,7 @@ class Fit:
         keep_settings(folder / "settings.json", every_setting, checkpoint)
         self._weights = [weight for weight in drafter.parameters() if weight.requires_grad]
         self._optimizers = _optimizers(drafter, plan)
+        self._is_whole = True  # whether weights and ``state`` are of the same step
         if checkpoint.exists():
             saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
             self.state = FitState(**saved["state"])
@@ -148,7 +147,18 @@ class Fit:
         )
 
     def run(self) -> bool:
-        """Trains to the last step or for ``stop_minutes``; returns whether the run is finished."""
+        """Trains to the last step or for ``stop_minutes``; returns whether the run is finished.
+
+        An interrupt (Ctrl+C) between two updates of the weights leaves a checkpoint.
+        """
+        try:
+            return self._run()
+        except KeyboardInterrupt:
+            if self._is_whole:
+                self.save()
+            raise
+
+    def _run(self) -> bool:
         state, began, before = self.state, time.monotonic(), self.state.seconds
         saved_at, recent, stop = began, list[Tensor](), self.plan.stop_minutes
         every = max(1, self.steps // _LOG_ROWS)
@@ -156,6 +166,7 @@ class Fit:
             loss = self._loss(state.step)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self._weights, self.plan.clip)
+            self._is_whole = False
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = self.plan.learning_rate * self.plan.rate(state.step, self.steps)
@@ -163,6 +174,7 @@ class Fit:
                 optimizer.zero_grad(set_to_none=True)
             state.tokens += self.windows.num_tokens_of(state.step)
             state.step += 1
+            self._is_whole = True
             recent.append(loss.detach())
             now = time.monotonic()
             state.seconds = before + now - began

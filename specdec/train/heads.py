@@ -3,8 +3,6 @@
 Shape letters: see ``train.drafter``.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

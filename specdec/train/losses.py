@@ -3,8 +3,6 @@
 Shape letters: N positions, V vocabulary, U draft vocabulary (equal to V without one).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """``specdec train``: trains a drafter on a target's answers and tests it on held-out answers."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,13 @@ from specdec.train.fit import Fit, TrainPlan, keep_settings, memory_bytes
 from specdec.train.heads import STATED, ExitDrafter, ExitSpec, MedusaDrafter, MedusaSpec
 from specdec.train.losses import LossOptions
 from specdec.train.progress import Report, silent
-from specdec.train.texts import AnsweredText, Windows, read_answers, write_answers
+from specdec.train.texts import (
+    AnsweredText,
+    Windows,
+    check_answers,
+    read_answers,
+    write_answers,
+)
 
 SPECS: Mapping[str, type] = {
     "eagle3": EagleSpec,
@@ -92,6 +96,19 @@ def check(kind: str, config: Mapping[str, Any]) -> None:
         check_values(SECTIONS[name], values, name)
 
 
+def check_texts(config: Mapping[str, Any]) -> None:
+    """Raises UserError if prompts or answers are missing or too few, before a model is loaded."""
+    if config["answers"] is not None:
+        check_answers(Path(config["answers"]))
+        return
+    count, held = len(load_prompts(Request.of(**config["data"]))), config["held_out"]
+    if held >= count:
+        raise UserError(
+            f"held_out={held} of {count} prompts leaves none to train on: give more prompts, or"
+            f" held_out={count // 5 or 1}"
+        )
+
+
 def _plan_values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns ``config["plan"]``; for exit heads, the PPSD paper's values replace None."""
     values = dict(config["plan"])
@@ -134,7 +151,9 @@ def train(
     held = set(np.linspace(0, len(texts) - 1, shared.held_out).round().astype(int).tolist())
     kept = [text for number, text in enumerate(texts) if number not in held]
     if not kept:
-        raise UserError(f"held_out={shared.held_out} of {len(texts)} answers leaves none to train")
+        raise UserError(
+            f"held_out={shared.held_out} of {len(texts)} answers leaves none to train on"
+        )
     windows = Windows(kept, plan.length, plan.batch, shared.seed)
     if not len(windows):
         raise UserError(f"no answer has a token within plan.length={plan.length}")
@@ -162,6 +181,8 @@ def train(
         report=report,
     )
     report(0.0, f"{len(kept)} answers, {windows.num_tokens} tokens; {len(held)} held out")
+    if fit.state.step:
+        report(0.0, f"continues from the checkpoint of step {fit.state.step} of {fit.steps}")
     if not fit.finished:
         report(0.0, f"{fit.estimate()} of {memory_bytes() / 1e9:.0f}")
     if shared.estimate_only:

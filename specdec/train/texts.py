@@ -3,8 +3,6 @@
 Shape letters: T tokens of a text, B windows of a batch, S positions of a window.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +46,7 @@ def read_answers(
     - ``messages``, a chat whose last message is the answer, for the tokenizer's chat template;
     - ``id`` and ``output``, as in a run's requests.jsonl; the prompt is then ``prompts[id]``.
     """
-    if not path.is_file():
-        raise UserError(f"answers={path} is not a file: name JSON lines of the target's answers")
+    check_answers(path)
     for number, entry in read_records(path):
         where = f"{path} line {number}"
         if "output" in entry and "id" in entry:
@@ -65,6 +62,11 @@ def read_answers(
             turn = turn_of(entry, where)
             prompt, output = tokenized(turn, lambda: _need(tokenizer, where), where)  # noqa: B023
         yield AnsweredText(np.concatenate([prompt, output]).astype(np.int32), len(prompt))
+
+
+def check_answers(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"answers={path} is not a file: name JSON lines of the target's answers")
 
 
 def _need(tokenizer: PreTrainedTokenizerBase | None, where: str) -> PreTrainedTokenizerBase:
@@ -123,7 +125,8 @@ def write_answers(
         pad_token_id=next(iter(ends), 0),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = 0
+    written, missing = 0, len(prompts.keys() - done)
+    report(0.0, f"the target answers {missing} prompts, with up to {max_new_tokens} tokens each")
     with path.open("a", encoding="utf-8") as file, torch.random.fork_rng():
         for number, group in enumerate(groups):
             if done.issuperset(group):

@@ -158,7 +158,7 @@ def _of_run(parts: Parts, state: DecodeState) -> Record:
         "steps": str(state.step),
         "load": _counts(state.load),
         "executor": _counts(parts.executor.counters),
-        "stage_rows": " ".join(map(str, getattr(parts.executor, "stage_rows", []))),
+        "stage_rows": " ".join(str(stage.rows) for stage in getattr(parts.executor, "stages", [])),
         "source": _counts(parts.source.counters),
         "model_calls": _counts_of(parts.meter.calls),
     }

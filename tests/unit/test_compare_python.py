@@ -56,7 +56,7 @@ def test_files_are_kept_where_a_folder_is_named(tmp_path: Path, capsys: object) 
     assert (folder / "requests.jsonl").read_text() == written, "nothing is decoded twice"
     with pytest.raises(specdec.UserError, match="another configuration"):
         specdec.compare(["ar"], [*WORDS, "seed=1"], pair=PAIR, output_dir=folder)
-    with pytest.raises(specdec.UserError, match="are lists"):
+    with pytest.raises(specdec.UserError, match="must be a list of texts"):
         specdec.compare("ar")
 
 

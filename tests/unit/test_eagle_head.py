@@ -283,10 +283,7 @@ def test_the_memory_of_a_rank_that_drafts_is_counted(tmp_path: Path) -> None:
     ):
         with_head, without = (
             sum(
-                size
-                for placement in plan(models).placements.values()
-                for rank, size in zip(placement.ranks, placement.weight_bytes, strict=True)
-                if rank == 0
+                each.weight_bytes[0] for each in plan(models).placements.values() if 0 in each.ranks
             )
             for models in (pair, plain)
         )

@@ -77,8 +77,8 @@ def test_the_written_preset_runs_as_planned(planned: Any, tmp_path: Path) -> Non
 
 def test_a_model_without_a_draft_is_measured(tmp_path: Path) -> None:
     """Presets that draft from the text."""
-    words = ["model=hf", "model.target=bundled:target", "data=stdlib", "data.limit=4"]
-    plan = specdec.plan(words, output_dir=tmp_path, prompts=4, budget_s=1)
+    words = ["model=hf", "model.target=bundled:target", "data=stdlib", "data.limit=1"]
+    plan = specdec.plan(words, output_dir=tmp_path, prompts=4, budget_s=60)
     assert {choice.strategy for choice in plan.choices} == {"ar", "suffix", "prompt_lookup"}
     tokens = {choice.strategy: choice.tokens_per_answer for choice in plan.choices}
     assert tokens["ar"] == 1.0 < min(tokens["suffix"], tokens["prompt_lookup"])

@@ -132,15 +132,23 @@ def test_a_drafter_learns_and_decoding_accepts_what_was_measured(
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft"])
 def test_a_stopped_run_equals_an_uninterrupted_one(kind: str, place: Path, tmp_path: Path) -> None:
-    """Bit for bit, also where the loss uses other positions in every step."""
-    files = {}
-    for name, stops in {"whole": [None], "parts": [1e-9, 1e-9, None]}.items():
+    """Bit for bit, also where the loss uses other positions in every step, and after Ctrl+C."""
+
+    def interrupt(progress: float, _line: str) -> None:
+        if progress >= 0.6:
+            raise KeyboardInterrupt
+
+    files = dict[str, bytes]()
+    for name, stops in {"whole": [None], "parts": [1e-9, "Ctrl+C", None]}.items():
         for stop in stops:
             values = config(kind, tmp_path / name, place / "answers.jsonl")
-            values["plan"] |= {"max_steps": 5, "stop_minutes": stop}
+            values["plan"] |= {"max_steps": 5, "stop_minutes": None if stop == "Ctrl+C" else stop}
             values["loss"] |= {"every": 3}
-            found = train(kind, values, target_of(place))
-            assert (found is None) == (stop is not None)
+            if stop == "Ctrl+C":
+                with pytest.raises(KeyboardInterrupt):
+                    train(kind, values, target_of(place), report=interrupt)
+            else:
+                assert (train(kind, values, target_of(place)) is None) == (stop is not None)
         files[name] = (tmp_path / name / "model.safetensors").read_bytes()
     assert files["whole"] == files["parts"]
     values["plan"]["learning_rate"] = 0.02
