@@ -25,7 +25,8 @@ FILES = {
 }
 SETS = (
     *("humaneval_x", "drop", "mmlu", "wmt14", "triviaqa", "gsm8k"),  # SpecPipe's and PipeDec's six
-    *("humaneval", "mt_bench"),  # with gsm8k three of SwiftSpec's six
+    *("humaneval", "mt_bench", "alpaca", "natural_questions"),  # with gsm8k five of SwiftSpec's six
+    "xsum",  # PPSD's, with gsm8k and humaneval
 )
 SIZE = ("data.limit=20", "data.sample_seed=1", "max_new_tokens=128", "sampling=greedy")
 HOW = ("batch_size=20", "threads=2", "model.backend=eager", "record=true")

@@ -82,11 +82,8 @@ def measure_alone(
         progress=progress,
     )
     ranked = search.ranked(candidates, done)
-    notes = (
-        []
-        if done == count
-        else [f"{done} of {count} prompts, then the time was up or it was interrupted"]
-    )
+    early = f"{done} of {count} prompts, then the time was up or it was interrupted"
+    notes = [] if done == count else [early]
     plan = Plan(
         choices=choices_of(search, ranked),
         objective=chosen.objective,
