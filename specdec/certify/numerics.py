@@ -213,7 +213,7 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
         # Several at once fill whole passes of prompt tokens, beside nodes of trees.
         num_long = 1 if found and not params.processors else 4
-        lengths, found[name] = [_LAW_PROMPT] * num_long + [4, 40, 9, 70, 23] * 20, []
+        lengths, found[name] = [_LAW_PROMPT] * num_long + [1, 40, 4, 70, 9, 23] * 20, []
         for i in range(number):
             length, start = max(1, min(lengths[i // 2], room)), 7 * (i // 2) % 97
             prompt = tuple(text[start : start + length].tolist())

@@ -190,7 +190,8 @@ def differences(
         if token != expected:
             error = 0.0 if errors is None else float(errors[at])
             nearest = distance(logits, params, draw, token, error)
-            is_tie = errors is not None and nearest.is_tie
+            may_be = nearest.is_tie if tokens else _weights(logits, params, error)[1][token] > 0.0
+            is_tie = errors is not None and bool(may_be)
             text = f"output token {at} is {token} from {decoded.proposer(at)}"
             text += f" instead of {expected}" if tokens else ", which cannot be"
             text += f", {nearest.kind} {nearest.value:.1e}"
