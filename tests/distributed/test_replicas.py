@@ -1,7 +1,5 @@
 """Copies of the target as processes: the same tokens, and every copy at work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DSI: blocks of one chain on copies of the target; its law, and a planted fault."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

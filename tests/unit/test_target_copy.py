@@ -1,7 +1,5 @@
 """What a copy of the target in another process is told, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 What it finds is in test_verify_faults.py and in tests/planted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +14,12 @@ import torch
 from scipy import stats
 
 from specdec.certify import Check, Report
-from specdec.certify.cases import Case, letters
+from specdec.certify.cases import Case, Decoded, letters
 from specdec.certify.certify import certify
 from specdec.certify.laws import OPPOSED_TABLE, TARGET_TABLE
 from specdec.certify.oracle import (
     Oracle,
+    differences,
     distance,
     plain_decode,
     processed,
@@ -159,6 +158,13 @@ def test_rounding_within_the_error_is_always_a_tie() -> None:
             moved += 1
             assert distance(logits, params, draw, other, error).is_tie
         allowed += distance(logits, params, draw, int(rng.integers(12)), error).is_tie
+        drawn = reference_token(
+            logits + rng.uniform(-error, error, 12), params, float(rng.random())
+        )
+        case = Case(0, "", (1,), params, StopRules(max_new_tokens=1))
+        errors, one = np.array([error]), Decoded((drawn,), "length", origins=(-1,))
+        found = differences(case, one, logits[None], seed=0, errors=errors, tokens=params.greedy)
+        assert all(each.is_tie for each in found), "another draw may be on the other side"
     assert moved > 5
     assert allowed < 200, "a test that allows everything finds nothing"
 
