@@ -41,13 +41,12 @@ def data_overrides() -> list[str]:
 def compared(item: Item, lab: Lab, label: str) -> dict[str, Any]:
     """Plain, speculative and staged decoding of the same prompts, interleaved.
 
-    Keys of the config: ``samplings`` (label -> overrides), ``repeats``, ``words`` (models, data and
-    threads; default: the bundled pair on HumanEval in one thread).
+    Keys of the config: ``samplings`` (label -> overrides), ``repeats``.
     """
-    words = item.config.get("words") or [*data_overrides(), "threads=1"]
+    words = (f"strategies=[{','.join(STRATEGIES)}]", *data_overrides(), "threads=1")
     repeats = f"repeats={item.config.get('repeats', 3)}"
-    sized = [f"strategies=[{','.join(STRATEGIES)}]", *size_overrides(item, lab), repeats]
-    return lab.compare([*sized, *words, *item.config["samplings"][label]])
+    sampling = item.config["samplings"][label]
+    return lab.compare([*words, *size_overrides(item, lab), repeats, *sampling])
 
 
 def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
@@ -124,8 +123,8 @@ def _overhead_interval(counts: Totals) -> Interval:
 
 
 def speed(item: Item, lab: Lab) -> Findings:
-    """Table 2: tokens per second. Keys: those of ``compared``, ``claims`` (label -> [claim of
-    staged over plain, of staged over speculative]), ``pair``, ``kind`` (default: a stand-in)."""
+    """Table 2: tokens per second. Keys: ``samplings``, ``claims`` (label -> [claim of staged over
+    plain, of staged over speculative])."""
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
@@ -133,25 +132,23 @@ def speed(item: Item, lab: Lab) -> Findings:
         result = compared(item, lab, label)
         rows = {r["strategy"]: r for r in result["rows"]}
         staged = rows["staged"]
-        keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "relative_memory_traffic")
-        keys = (*keys, "lossless", "acceptance_length", "target_passes", "draft_passes")
+        keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "lossless")
         keys = (*keys, "overhead_share", "rows_per_target_pass", "loop_share")
         table += [(label, name, *(row[key] for key in keys)) for name, row in rows.items()]
         shown[label] = {name: row["tokens_per_s"] for name, row in rows.items()}
         over_plain, over_single = config["claims"][label]
-        where = config.get("pair", f"bundled pair, {data_overrides()[0]}")
-        about = {"loops": staged["loop_share"], "kind": config.get("kind", "")}
+        where = f"this CPU, bundled pair, {data_overrides()[0]}, {label}"
+        loops = staged["loop_share"]
         ends = staged["speedup_wall_interval"] or (None, None)
-        value, where = staged["speedup_wall"], f"this CPU, {where}, {label}"
-        findings.add(over_plain, value, "measured", where, interval=ends, **about)
+        value = staged["speedup_wall"]
+        findings.add(over_plain, value, "measured", where, loops=loops, interval=ends)
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
         beside = comparison_row("staged", runs["staged"], runs["speculative"])
         ends = beside["speedup_wall_interval"] or (None, None)
         value = beside["speedup_wall"]
-        findings.add(over_single, value, "measured", where, interval=ends, **about)
+        findings.add(over_single, value, "measured", where, loops=loops, interval=ends)
     columns = (
-        *("sampling", "row", "tokens/s", "over ar", "by counts", "traffic", "tokens as ar"),
-        *("accept length", "target passes", "draft passes"),
+        *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
         *("overhead_share", "nodes/pass", "loop_share"),
     )
     findings.table("Measured on this machine", columns, table)
