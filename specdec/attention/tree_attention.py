@@ -587,7 +587,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
 
 
 class RequestPart:
-    """Attention of one request's rows, which are the ``columns`` (a slice) of a packed pass."""
+    """One request in a pass over the rows of several; ``columns``: which of these are its rows."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
         self.rows = rows

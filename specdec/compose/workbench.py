@@ -237,8 +237,8 @@ class Workbench:
         return self.pair.runner("draft", self.meter)
 
     def source_pair(self) -> ModelPair:
-        """Returns the model pair for token sources; if other processes run the target, this process
-        loads at most single layers of the target.
+        """Returns the model pair for token sources. If other processes run the target, this process
+        loads only those layers of the target that a source runs itself.
         """
         return self.pair if self.ranks is None else self.pair.without_target()
 

@@ -199,7 +199,7 @@ class Chain:
         self._advance()
 
     def _advance(self) -> None:
-        """Advances ``reached`` of every model by its predictions; later models override earlier."""
+        """Lets each model extend or replace the chain that the smaller models before it drafted."""
         for level in range(1, self.num_levels):
             while self._step(level):
                 pass
