@@ -33,6 +33,7 @@ import torch
 from specdec.compose.workbench import Parts, compose
 from specdec.config.job import run_job_of
 from specdec.config.options import options, own_values
+from specdec.executors.pipeline import PipelineExecutor
 from specdec.pairs import RandomPair, build_pair
 from specdec.runs.runners import sampling_params
 from specdec.state import DecodeState, RequestState, StopRules
@@ -151,6 +152,7 @@ def record(preset: str, case: str) -> Record:
 
 def _of_run(parts: Parts, state: DecodeState) -> Record:
     clock: Any = parts.clock
+    stages = parts.executor.stages if isinstance(parts.executor, PipelineExecutor) else []
     found = {
         "clock_us": _us(clock.now()),
         "busy_us": " ".join(f"{rank}:{_us(s)}" for rank, s in sorted(clock.busy_s.items())),
@@ -158,7 +160,7 @@ def _of_run(parts: Parts, state: DecodeState) -> Record:
         "steps": str(state.step),
         "load": _counts(state.load),
         "executor": _counts(parts.executor.counters),
-        "stage_rows": " ".join(str(stage.rows) for stage in getattr(parts.executor, "stages", [])),
+        "stage_rows": " ".join(str(stage.rows) for stage in stages),
         "source": _counts(parts.source.counters),
         "model_calls": _counts_of(parts.meter.calls),
     }

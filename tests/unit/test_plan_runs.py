@@ -1,7 +1,5 @@
 """Whole plans: search, answer, files, the check against a run, and the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

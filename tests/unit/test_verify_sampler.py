@@ -1,7 +1,5 @@
 """The certificate's check of the target's sampler, and of draws out of order; each with faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +48,7 @@ def _shared_scores(_honest: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (KeyedDraws, "uniform", _low_half_of_the_seed, "t=1, 61 logits, 4 tokens"),
+        (KeyedDraws, "uniform", _low_half_of_the_seed, "t=1, 61 logits, 6 tokens"),
         (transform, "inverse_cdf", _short_rows, "1000 logits"),
         (transform, "apply_processors", _shared_scores, "greedy, two processors"),
     ],
