@@ -53,10 +53,10 @@ def certify(
 ) -> Report:
     """Runs ``checks`` (names, default all) on ``cfg``, a resolved configuration as plain values.
 
-    A check fails if the strategy raises in it; its detail names the error, or the check that met it
-    first. UserError: the parts cannot be composed. ``build`` makes them for a pair of models. With
-    depth "full", checks use more requests. ``fail_fast`` stops after a failed check. ``on_check``
-    is called after each check."""
+    ``build`` makes the parts for a pair of models; UserError if it cannot. A check fails if the
+    strategy raises in it. With depth "full", checks use more requests. ``on_check`` is called after
+    each check; ``fail_fast`` stops after a failed one.
+    """
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     if unknown := [name for name in checks or () if name not in CHECKS]:

@@ -181,22 +181,21 @@ def differences(
         yield Difference(0, "the output is empty")
     for at, token in enumerate(output):
         prefix = (*case.prompt, *output[:at])
-        logits, draw = processed(rows[at], params, prefix), 0.5
+        logits, fault, is_tie = processed(rows[at], params, prefix), "", False
+        error = 0.0 if errors is None else float(errors[at])
         if tokens:
             draw = reference_draw(seed, case.id, len(prefix))
-            expected = reference_token(logits, params, draw)
-        else:
-            expected = token if reference_probs(logits, params)[token] > 0.0 else -1
-        if token != expected:
-            error = 0.0 if errors is None else float(errors[at])
-            nearest = distance(logits, params, draw, token, error)
-            may_be = nearest.is_tie if tokens else _weights(logits, params, error)[1][token] > 0.0
-            is_tie = errors is not None and bool(may_be)
-            text = f"output token {at} is {token} from {decoded.proposer(at)}"
-            text += f" instead of {expected}" if tokens else ", which cannot be"
-            text += f", {nearest.kind} {nearest.value:.1e}"
-            if errors is not None:
-                text += f" ({'a tie' if is_tie else 'beyond'} {nearest.allowance:.1e})"
+            if (expected := reference_token(logits, params, draw)) != token:
+                nearest = distance(logits, params, draw, token, error)
+                is_tie = errors is not None and nearest.is_tie
+                fault = f" instead of {expected}, {nearest.kind} {nearest.value:.1e}"
+                if errors is not None:
+                    fault += f" ({'a tie' if is_tie else 'beyond'} {nearest.allowance:.1e})"
+        elif reference_probs(logits, params)[token] == 0.0:
+            is_tie = errors is not None and bool(_weights(logits, params, error)[1][token] > 0.0)
+            fault = ", which cannot be" + (" without rounding" if is_tie else "")
+        if fault:
+            text = f"output token {at} is {token} from {decoded.proposer(at)}{fault}"
             yield Difference(at, text, is_tie)
             if not is_tie:
                 return

@@ -102,8 +102,9 @@ class Subject:
         """Returns the configuration section ``model`` for a kind of test pair.
 
         The draft predicts about half of the target's tokens in "mixed", "ties" (equal logits) and
-        "wide" (large vocabulary), and all, from more peaked distributions, in "perfect", "long"
-        (many positions) and "window" (sliding window; "window FAMILY" for another model family)."""
+        "wide" (large vocabulary), and all in "perfect", "long" (many positions) and "window"
+        (sliding window; "window FAMILY" for another model family).
+        """
         kind, _, family = kind.partition(" ")
         section, perfect = dict(self.small["model"]), kind in ("perfect", "long", "window")
         section["draft_layers"] = int(section["num_layers"]) - (not perfect)

@@ -163,9 +163,9 @@ class Parts:
         prefill_chunk: int = 512,
         on_finish: Callable[[RequestState], None] | None = None,
     ) -> Iterator[list[Commit]]:
-        """Decodes ``requests`` in torch's inference mode and yields the commits of each step. At
-        most ``batch_size`` requests are open, and at most ``prefill_chunk`` prompt tokens are in a
-        step. ``on_finish`` is called with each finished request."""
+        """Decodes ``requests``, at most ``batch_size`` at a time, and yields each step's commits.
+        ``prefill_chunk``: maximum prompt tokens per step; ``on_finish`` gets finished requests.
+        """
         scheduler = self.scheduler(
             requests=requests,
             parts=(self.policy, self.source, self.executor),

@@ -1,7 +1,7 @@
 """Composes configurations from overrides; Hydra's errors become one line with a suggestion."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -55,8 +55,8 @@ class Composed:
 def check_lists(**values: Any) -> None:
     """Raises UserError for an argument of a Python function that is no list of texts or paths."""
     for name, given in values.items():
-        is_one = isinstance(given, str | Mapping)
-        if is_one or not all(isinstance(item, str | Path) for item in given):
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not (is_list and all(isinstance(item, str | Path) for item in given)):
             raise UserError(f"{name}={given!r} must be a list of texts, as in {name}=['TEXT']")
 
 

@@ -1,7 +1,7 @@
 """Messages between rank 0, which runs the decode loop, and other ranks; keys of the shared store.
 
-Messages are pickled, which is safe within one job. In the store (``torch.distributed.Store``) ranks
-report their state."""
+Messages are pickled, which is safe within one job. Ranks report their state in the store.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _WORD = 8
 
 
 class Kind(IntEnum):
-    """Kinds of messages between ranks; comments name the type of ``Message.body`` in parentheses.
-    Other ranks send the kinds in ``REPLIES`` to rank 0 within a step; rank 0 sends all others."""
+    """Kinds of messages; comments name the type of ``Message.body`` in parentheses. Other ranks
+    send those in ``REPLIES`` to rank 0 within a step; rank 0 sends all others.
+    """
 
     SETUP = auto()  # opens a session (its plan)
     BEGIN = auto()  # a step's batch, to the first stage; to all if they run free (``Entry``)

@@ -26,8 +26,9 @@ class Ranks:
         trace: bool = False,
     ) -> None:
         """Stores settings of worker processes (ranks). Each builds its models and clock from the
-        configuration sections ``model`` and ``clock``; ``threads``: torch threads of each (None: an
-        equal share of the cores). A run fails after ``timeout_s`` seconds without progress."""
+        configuration sections ``model`` and ``clock``, and has ``threads`` torch threads (None: an
+        equal share of the cores). A run fails after ``timeout_s`` seconds without progress.
+        """
         self._timeout_s = timeout_s
         self._model = model
         self._shared: dict[str, Any] = {"clock": clock, "threads": threads, "trace": trace}
@@ -58,8 +59,7 @@ class Ranks:
         clock: Clock,
         meter: Meter,
     ) -> DistributedExecutor:
-        """Starts ranks, one per half-open layer range in ``bounds`` and tensor-parallel share, and
-        returns their executor. ``exits`` has the number of target layers before each exit head."""
+        """Starts ranks for the layer ranges ``bounds``; returns their executor (``OverRanks``)."""
         layout = plan.layout
         if self._model.get("device") in ("auto", "cuda") and torch.cuda.is_available():
             check_gpus(layout, plan.num_ranks + 1, torch.cuda.device_count())

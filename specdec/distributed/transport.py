@@ -154,8 +154,8 @@ class Connections:
         self, rank: int, device: torch.device, *, max_pending: int
     ) -> tuple[Peer, torch.device]:
         """Returns the connection to ``rank``, which must call this too, and the device on which
-        tensors are exchanged. This rank's hidden states are on ``device``; at most ``max_pending``
-        sends are incomplete at the same time."""
+        tensors are exchanged. ``device`` is that of this rank's hidden states.
+        """
         pair = sorted((self._rank, rank))
         edge = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", self._store)
         wire = wire_device(edge, self._rank, pair, device)

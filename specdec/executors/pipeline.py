@@ -221,8 +221,8 @@ def load_stage(
     **shared: Any,
 ) -> PipelineStage:
     """Loads a half-open range of the target's layers, with those of the exit heads ``exits`` and
-    hidden states ``capture`` that lie inside. ``answerer`` is for the last stage only; ``shared``
-    may have ``group``, the collective of ranks that share the layers by tensor parallelism."""
+    hidden states ``capture`` that lie inside. ``shared``: the ``group`` of tensor-parallel ranks.
+    """
     first, last = layers
     inside, reader = [layer for layer in exits if first < layer <= last], None
     if inside:

@@ -52,7 +52,7 @@ class ModelInfo:
 
 
 def inspect_model(path_or_id: ModelInfo | str | Path, key: str = "model path") -> ModelInfo:
-    """Checks that a model can be loaded, without loading it. A ``ModelInfo`` is not checked again.
+    """Checks a model without loading it; errors name it by ``key``. A ``ModelInfo`` is returned.
 
     A name that is no local path is taken as a Hugging Face id. UserError for damaged or missing
     files, formats other than safetensors and GGUF, custom code, models that are not decoder-only.

@@ -161,7 +161,7 @@ def _continuing(described: dict[str, Any]) -> Tokenizer:
 @dataclass(frozen=True, slots=True)
 class Tail:
     """The end of a text as draft tokens, the last of which may change when text is added. ``rest``:
-    bytes after ``tokens`` that are an incomplete character and that no draft tokens stand for.
+    the bytes after ``tokens`` of a character that is incomplete, for which there is no token.
     """
 
     tokens: tuple[int, ...]

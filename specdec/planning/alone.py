@@ -5,6 +5,7 @@ same prompts, switching every fraction of a second, until prompts or time (``bud
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -40,7 +41,8 @@ def measure_alone(
     names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]
     found, left_out = presets(models.words, models.extra, [PLAIN, *names], measured=True)
     tried: dict[str, tuple[Candidate, dict[str, Any], float]] = {}
-    for size in [*found, *(size for made in found for size in made.smaller()[:1])]:
+    kept = (made for made in found if made.name not in left_out)  # read after ``found``
+    for size in chain(found, (size for made in kept for size in made.smaller()[:1])):
         parts = {part: size.config[part] for part in ("policy", "executor")}
         config = {**models.config(size.name), **parts}
         try:

@@ -24,9 +24,9 @@ class Turns:
     """Chooses the requests whose nodes each step of a run may submit."""
 
     def __init__(self, *, feeding: Feeding, in_flight: int, policy: TreePolicy) -> None:
-        """At most ``in_flight`` batches are unanswered. If the policy drafts for waiting requests
-        (``drafts_waiting``), a request whose tree is not drafted yet (``prepared``) is skipped
-        while others are in flight, so that its drafting does not delay them."""
+        """If the policy drafts for waiting requests (``drafts_waiting``), a request whose tree is
+        not drafted yet (``prepared``) is skipped while others are in flight, and delays none.
+        """
         self._in_flight = in_flight
         self._policy = policy
         one_group = feeding is Feeding.MICRO_BATCHES and in_flight == 1

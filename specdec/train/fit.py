@@ -99,7 +99,6 @@ class Fit:
         keep_settings(folder / "settings.json", every_setting, checkpoint)
         self._weights = [weight for weight in drafter.parameters() if weight.requires_grad]
         self._optimizers = _optimizers(drafter, plan)
-        self._is_whole = True  # whether weights and ``state`` are of the same step
         if checkpoint.exists():
             saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
             self.state = FitState(**saved["state"])
@@ -151,43 +150,42 @@ class Fit:
 
         An interrupt (Ctrl+C) between two updates of the weights leaves a checkpoint.
         """
-        try:
-            return self._run()
-        except KeyboardInterrupt:
-            if self._is_whole:
-                self.save()
-            raise
-
-    def _run(self) -> bool:
         state, began, before = self.state, time.monotonic(), self.state.seconds
         saved_at, recent, stop = began, list[Tensor](), self.plan.stop_minutes
         every = max(1, self.steps // _LOG_ROWS)
-        while not self.finished:
-            loss = self._loss(state.step)
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self._weights, self.plan.clip)
-            self._is_whole = False
-            for optimizer in self._optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = self.plan.learning_rate * self.plan.rate(state.step, self.steps)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            state.tokens += self.windows.num_tokens_of(state.step)
-            state.step += 1
-            self._is_whole = True
-            recent.append(loss.detach())
-            now = time.monotonic()
-            state.seconds = before + now - began
-            line = ""
-            if state.step % every == 0 or self.finished:
-                line = self._log(float(torch.stack(recent).mean()))
-                recent.clear()
-            self.report(state.step / self.steps, line)
-            if stop is not None and now - began > 60 * stop:
-                break
-            if now - saved_at > 60 * self.plan.checkpoint_minutes:
+        whole = True  # whether weights and ``state`` are of the same step
+        try:
+            while not self.finished:
+                loss = self._loss(state.step)
+                loss.backward()  # type: ignore[no-untyped-call]
+                nn.utils.clip_grad_norm_(self._weights, self.plan.clip)
+                rate = self.plan.learning_rate * self.plan.rate(state.step, self.steps)
+                whole = False
+                for optimizer in self._optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                state.tokens += self.windows.num_tokens_of(state.step)
+                state.step += 1
+                whole = True
+                recent.append(loss.detach())
+                now = time.monotonic()
+                state.seconds = before + now - began
+                line = ""
+                if state.step % every == 0 or self.finished:
+                    line = self._log(float(torch.stack(recent).mean()))
+                    recent.clear()
+                self.report(state.step / self.steps, line)
+                if stop is not None and now - began > 60 * stop:
+                    break
+                if now - saved_at > 60 * self.plan.checkpoint_minutes:
+                    self.save()
+                    saved_at = now
+        except KeyboardInterrupt:
+            if whole:
                 self.save()
-                saved_at = now
+            raise
         self.save()
         return self.finished
 

@@ -109,7 +109,7 @@ class TokenTree:
 
     @property
     def candidate_logprobs(self) -> FloatArray:
-        """float64[N, K], a view: log probabilities; -inf for no candidate or one that is a node."""
+        """float64[N, K], a view: log probabilities; -inf: no candidate, or it is a node."""
         return self._candidates.view(np.float64)[: self._size, :, _LOGPROB]
 
     def copy(self) -> Self:

@@ -46,14 +46,14 @@ def test_an_arena_is_used_again_and_its_past_is_not_seen():
     plain, static = _runner(model, Execution()), _runner(model)
     first = static.new_cache(40)
     static.forward([grown(static, first, prefix=30, nodes=8, seed=1)])
-    address, num = first.storage.data_ptr(), len(static.backend.captured)
+    address, num = first.storage.data_ptr(), len(static.backend.launches)
     first.storage.fill_(1e3)
     del first
     gc.collect()
     again = static.new_cache(50)
     assert again.storage.data_ptr() == address
     found = static.forward([grown(static, again, prefix=30, nodes=8, seed=2)]).logits
-    assert len(static.backend.captured) == num
+    assert len(static.backend.launches) == num
     rows = grown(plain, plain.new_cache(8), prefix=30, nodes=8, seed=2)
     assert (found - plain.forward([rows]).logits).abs().max() < 1e-12
 

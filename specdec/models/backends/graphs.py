@@ -222,7 +222,7 @@ class Graphs(Backend):
         self._reads_lengths = eager.attention in (Attention.TRITON, Attention.FLASH)
         self._captures = captures
         self._inputs: dict[tuple[int, int], Inputs] = {}
-        self.captured: dict[_Shape, Callable[[], RunnerOutput]] = {}
+        self.launches: dict[_Shape, Callable[[], RunnerOutput]] = {}
         self._occurred: dict[_Shape, None] = {}  # since the last timed run
         self._pool: Any = None
         timed_runs.observe(self)
@@ -262,15 +262,15 @@ class Graphs(Backend):
         shape = _Shape(arena, num_rows, num_columns, context, self.layers.wants_logits(logits_rows))
         self._inputs_of(shape).fill(rows, arena.spare, hidden)
         self.replays += 1
-        if shape in self.captured:
-            output = self.captured[shape]()
+        if shape in self.launches:
+            output = self.launches[shape]()
         else:
             self._occurred[shape] = None
             if self._captures and timed_runs.is_timed():
                 output = self._launch_of(shape)()
             else:
                 self._prepare(shape)
-                output = self.captured[shape]()
+                output = self.launches[shape]()
         return _cut(output, len(rows), logits_rows)
 
     def begin_timed(self) -> None:
@@ -293,14 +293,14 @@ class Graphs(Backend):
 
     def _prepare(self, shape: _Shape) -> None:
         """Captures the graph of ``shape`` if there is none; its buffers must have valid inputs."""
-        if shape in self.captured:
+        if shape in self.launches:
             return
         launch = self._launch_of(shape)
         if self._captures:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             launch = capture(launch, self._pool)
-        self.captured[shape] = launch
+        self.launches[shape] = launch
 
     def _inputs_of(self, shape: _Shape) -> Inputs:
         key = shape.num_rows, shape.num_columns
