@@ -41,26 +41,26 @@ def measure_alone(
     names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]
     found, left_out = presets(models.words, models.extra, [PLAIN, *names], measured=True)
     tried: dict[str, tuple[Candidate, dict[str, Any], float]] = {}
-    kept = (made for made in found if made.name not in left_out)  # read after ``found``
+    kept = (made for made in found if made.name not in left_out)  # filtered once all of ``found`` were tried
     for size in chain(found, (size for made in kept for size in made.smaller()[:1])):
         parts = {part: size.config[part] for part in ("policy", "executor")}
         config = {**models.config(size.name), **parts}
         try:
             if size not in found and monotonic() - began > _TRYING * chosen.budget_s:
                 raise UserError(NO_TIME)
-            start = monotonic()
-            models.decode([config], batch=batch, count=1, length=8)
-            tried[size.key] = (size, config, (monotonic() - start) / 16)
+            ((unit,),) = models.decode([config], batch=batch, count=1, length=8)
+            tried[size.key] = (size, config, unit.clock_s / unit.emitted * batch)
         except UserError as error:  # such as a head of another method
             left_out[str(size)] = str(error)
     candidates = [size for size, _, _ in tried.values()]
     count = max(1, min(chosen.prompts, len(models.loaded[1]) // batch))
     token_s = sum(token_s for _, _, token_s in tried.values())  # of all candidates
-    left_s = max(0.0, began + chosen.budget_s - monotonic())
+    trying_s = monotonic() - began  # loading again takes as long
+    left_s = max(0.0, chosen.budget_s - 2 * trying_s)
     length = max(_SHORT, min(_LENGTH, int(left_s / token_s / (_FEW + 1))))
     progress.note(
         f"{len(tried)} candidates decode {count} x {batch} prompts of {length} tokens: about"
-        f" {min((count + 1) * length * token_s, left_s):.0f} s, at most what is left of"
+        f" {trying_s + min((count + 1) * length * token_s, left_s):.0f} s, at most what is left of"
         f" budget_s={chosen.budget_s:g}; Ctrl+C ends it with the results so far"
     )
     progress.phase("runs", len(tried) * count)
@@ -93,7 +93,7 @@ def measure_alone(
         context=chosen.context[0],
         devices=1,
         acceptance=f"measured on {done * batch} prompts of {length} tokens"
-        + (", too few for its intervals and `first`: give more budget_s" if done < _FEW else ""),
+        + (", too few for intervals: give more prompts and budget_s" if done < _FEW else ""),
         machine="this machine",
         measured=True,
         left_out=left_out,
