@@ -41,7 +41,7 @@ def measure_alone(
     names = chosen.strategies or [name for key in keys for name in PRESETS_BY_KEY.get(key, ())]
     found, left_out = presets(models.words, models.extra, [PLAIN, *names], measured=True)
     tried: dict[str, tuple[Candidate, dict[str, Any], float]] = {}
-    kept = (made for made in found if made.name not in left_out)  # filtered once all of ``found`` were tried
+    kept = (made for made in found if made.name not in left_out)  # once ``found`` was tried
     for size in chain(found, (size for made in kept for size in made.smaller()[:1])):
         parts = {part: size.config[part] for part in ("policy", "executor")}
         config = {**models.config(size.name), **parts}
