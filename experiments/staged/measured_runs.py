@@ -2,6 +2,9 @@
 
 All runs use real models on this machine; the paper has a 762M target on an RTX 4090. The relative
 memory traffic is also given for the run's passes with the paper's model sizes.
+
+Keys of every item: ``samplings`` (label -> overrides), ``repeats``, and for a pair that is not the
+bundled one ``pair`` (its name), ``kind`` and ``words`` (overrides of model, data and threads).
 """
 
 from __future__ import annotations
@@ -38,12 +41,14 @@ def data_overrides() -> list[str]:
     return ["data=humaneval" if os.environ.get("SPECDEC_DATA") else "data=stdlib"]
 
 
-def compared(item: Item, lab: Lab, label: str) -> dict[str, Any]:
-    """Plain, speculative and staged decoding of the same prompts, interleaved.
+def pair_of(item: Item) -> str:
+    return str(item.config.get("pair", f"bundled pair, {data_overrides()[0]}"))
 
-    Keys of the config: ``samplings`` (label -> overrides), ``repeats``.
-    """
-    words = (f"strategies=[{','.join(STRATEGIES)}]", *data_overrides(), "threads=1")
+
+def compared(item: Item, lab: Lab, label: str) -> dict[str, Any]:
+    """Plain, speculative and staged decoding of the same prompts, interleaved."""
+    own = item.config.get("words") or (*data_overrides(), "threads=1")
+    words = (f"strategies=[{','.join(STRATEGIES)}]", *own)
     repeats = f"repeats={item.config.get('repeats', 3)}"
     sampling = item.config["samplings"][label]
     return lab.compare([*words, *size_overrides(item, lab), repeats, *sampling])
@@ -55,8 +60,8 @@ def relative_traffic(row: Mapping[str, Any], draft_share: float) -> float:
 
 
 def traffic(item: Item, lab: Lab) -> Findings:
-    """Table 1: relative memory traffic. Keys: ``samplings`` (label -> overrides), ``paper_share``
-    (draft over target weights in the paper), ``claims`` (label -> strategy -> claim)."""
+    """Table 1: relative memory traffic. Keys: ``paper_share`` (draft over target weights in the
+    paper), ``claims`` (label -> strategy -> claim)."""
     findings, config = Findings(), item.config
     table = []
     for label in config["samplings"]:
@@ -76,7 +81,7 @@ def traffic(item: Item, lab: Lab) -> Findings:
                 (scaled, config["paper_share"], "the paper's"),
             )
             for value, share_of, text in sizes:
-                where = f"counts of the bundled pair, {data_overrides()[0]}; {text} sizes"
+                where = f"counts of the {pair_of(item)}; {text} sizes"
                 ends = _traffic_interval(counts[name], share_of)
                 findings.add(claim, value, "measured", where, loops=loops, interval=ends)
     columns = (
@@ -123,8 +128,8 @@ def _overhead_interval(counts: Totals) -> Interval:
 
 
 def speed(item: Item, lab: Lab) -> Findings:
-    """Table 2: tokens per second. Keys: ``samplings``, ``claims`` (label -> [claim of staged over
-    plain, of staged over speculative])."""
+    """Table 2: tokens per second. Key: ``claims`` (label -> [claim of staged over plain, of staged
+    over speculative]); a label without claims is only in the table."""
     findings, config = Findings(), item.config
     table: list[tuple[Any, ...]] = []
     shown: dict[str, dict[str, float | None]] = {}
@@ -133,23 +138,28 @@ def speed(item: Item, lab: Lab) -> Findings:
         rows = {r["strategy"]: r for r in result["rows"]}
         staged = rows["staged"]
         keys = ("tokens_per_s", "speedup_wall", "speedup_theoretical", "lossless")
+        keys = (*keys, "acceptance_length", "relative_memory_traffic")
         keys = (*keys, "overhead_share", "rows_per_target_pass", "loop_share")
         table += [(label, name, *(row[key] for key in keys)) for name, row in rows.items()]
         shown[label] = {name: row["tokens_per_s"] for name, row in rows.items()}
-        over_plain, over_single = config["claims"][label]
-        where = f"this CPU, bundled pair, {data_overrides()[0]}, {label}"
-        loops = staged["loop_share"]
-        ends = staged["speedup_wall_interval"] or (None, None)
-        value = staged["speedup_wall"]
-        findings.add(over_plain, value, "measured", where, loops=loops, interval=ends)
+        over_plain, over_single = config["claims"].get(label, (None, None))
+        if over_plain is None:
+            continue
         runs = _runs(read_requests(result["folder"] / "requests.jsonl"))
         beside = comparison_row("staged", runs["staged"], runs["speculative"])
-        ends = beside["speedup_wall_interval"] or (None, None)
-        value = beside["speedup_wall"]
-        findings.add(over_single, value, "measured", where, loops=loops, interval=ends)
+        for claim, compared_row in ((over_plain, staged), (over_single, beside)):
+            findings.add(
+                claim,
+                compared_row["speedup_wall"],
+                "measured",
+                f"this CPU, {pair_of(item)}, {label}",
+                kind=str(config.get("kind", "")),
+                loops=staged["loop_share"],
+                interval=compared_row["speedup_wall_interval"] or (None, None),
+            )
     columns = (
-        *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar"),
-        *("overhead_share", "nodes/pass", "loop_share"),
+        *("sampling", "row", "tokens/s", "over ar", "by counts", "tokens as ar", "accept length"),
+        *("traffic, own sizes", "overhead_share", "nodes/pass", "loop_share"),
     )
     findings.table("Measured on this machine", columns, table)
     fig, (left, right) = figure(11.0, 4.2, 2)
@@ -162,9 +172,8 @@ def speed(item: Item, lab: Lab) -> Findings:
 
 
 def overhead(item: Item, lab: Lab) -> Findings:
-    """The share of time outside model calls: measured, and implied by the paper's two tables.
-
-    Keys: ``samplings``, ``stated`` (label -> list of [plain tokens/s, row's tokens/s, traffic]).
+    """The share of time outside model calls: measured, and implied by the paper's two tables. Key:
+    ``stated`` (label -> list of [plain tokens/s, row's tokens/s, traffic]).
     """
     findings, config = Findings(), item.config
     rows = []
@@ -188,7 +197,7 @@ def overhead(item: Item, lab: Lab) -> Findings:
 
 
 def per_prompt(item: Item, lab: Lab) -> Findings:
-    """Fig. 2: speed-ups prompt by prompt. Keys: ``samplings``, claims ``spread`` and ``above``."""
+    """Fig. 2: speed-ups prompt by prompt; claims ``spread`` and ``above``."""
     findings, config = Findings(), item.config
     fig, axes = figure(9.0, 3.8, len(config["samplings"]))
     table = []

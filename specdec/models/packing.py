@@ -66,6 +66,9 @@ def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
         if isinstance(module, nn.Linear) and not module.weight.is_meta:
             values = rounded(module.weight, bits_of(name, bits))
             module.weight = nn.Parameter(values, requires_grad=False)
+        else:
+            for parameter in module.parameters(recurse=False):  # releases the file in memory
+                parameter.data = parameter.data.clone()
     return model
 
 

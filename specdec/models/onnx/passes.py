@@ -49,6 +49,7 @@ class Onnx(Backend):
         with torch.inference_mode():
             refuse_wrong([self._sample(self)], [self._sample(eager)], "model")
         if bits:
+            del self._session  # before the next: large models would not fit twice
             self._session = CacheSession(graph, windows)
 
     def run(
