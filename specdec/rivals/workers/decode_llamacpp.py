@@ -19,18 +19,17 @@ def load(state: Any) -> dict[str, str]:
     params = llama.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = state.target, CONTEXT, 1
     params.fit_params, params.ui, params.cache_ram_mib, params.verbosity = False, False, 0, 0
-    speculative = params.speculative
     kinds = {"generate": "NONE", "draft": "DRAFT_SIMPLE", "ngram": "NGRAM_SIMPLE"}
     kind = f"COMMON_SPECULATIVE_TYPE_{kinds[state.method]}"
-    speculative.types = [llama.common_speculative_type[kind]]
+    params.speculative.types = [llama.common_speculative_type[kind]]
     if state.method == "draft":
-        speculative.draft.mparams.path = state.draft
-        speculative.draft.n_max = state.num_draft_tokens
-        speculative.draft.p_min = state.p_min
+        params.speculative.draft.mparams.path = state.draft
+        params.speculative.draft.n_max = state.num_draft_tokens
+        params.speculative.draft.p_min = state.p_min
     elif state.method == "ngram":
-        speculative.ngram_simple.size_m = state.num_draft_tokens
-        speculative.ngram_simple.size_n = state.ngram
-    for owner in (params, speculative.draft):
+        params.speculative.ngram_simple.size_m = state.num_draft_tokens
+        params.speculative.ngram_simple.size_n = state.ngram
+    for owner in (params, params.speculative.draft):
         owner.cpuparams.n_threads = owner.cpuparams_batch.n_threads = state.threads
     state.server = llama.Server(params)
     quantization = _lines(state, "/v1/models")[0]["data"][0]["meta"]["ftype"]

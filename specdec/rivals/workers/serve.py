@@ -13,8 +13,9 @@ from typing import Any
 
 def serve(name: str) -> None:
     """Answers each message by the function of the module ``name`` that its ``op`` names. A function
-    receives the fields of all messages so far, to which it may add; what libraries print goes to
-    standard error.
+    receives the fields of all messages so far, to which it may add. ``baseline_of_runtime`` sends
+    those of ``load``; ``generate`` gets prompt, max_new_tokens and sampling, ``score`` tokens. What
+    libraries print goes to standard error.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
