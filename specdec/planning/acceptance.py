@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec.errors import UserError
 from specdec.fitting import ReadOptions, fit_logs, read_log
 from specdec.models.bundled import record_path
 from specdec.pairs import ModelPair, build_pair
@@ -80,8 +79,6 @@ def acceptance_of(chosen: PlanOptions, section: Mapping[str, Any]) -> Acceptance
         return of_record(section) if section["kind"] == "replay" else None
     options = ReadOptions(method=chosen.method, draft_tokens=chosen.draft_tokens)
     fitted = fit_logs([read_log(chosen.acceptance, options)])
-    if fitted.covers_tree:
-        raise UserError(f"acceptance={chosen.acceptance} is of trees: a plan needs chains")
     known = fitted.requests if fitted.requests > 1 else 0  # a single one is a summary of many
     origin = f"law fitted to {fitted.requests} requests of {chosen.acceptance}"
     return of_law({**fitted.model_option(), "requests": known}, origin)

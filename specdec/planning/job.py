@@ -61,13 +61,8 @@ class PlanRequest:
     model: Mapping[str, Any]  # section of the configuration
     machine: Machine | None  # None if it has to be measured first
     acceptance: Acceptance | None  # None if it has to be recorded first
-    output_dir: str | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether the target has no draft, so that presets that need none are measured."""
-        pretrained = self.model["kind"] == "pretrained" and self.acceptance is None
-        return pretrained and self.model["draft"] is None
+    output_dir: str | None
+    alone: bool = False  # whether the target has no draft, so presets that need none are measured
 
     @property
     def config(self) -> dict[str, Any]:
@@ -102,7 +97,7 @@ def plan_request(
                 f"{key}={getattr(chosen, key)}: a model without a draft is measured on this"
                 f" machine: leave {key} out, or add model.draft=PATH"
             )
-        return PlanRequest(chosen, kept, tuple(extra), model, None, None, job.output_dir)
+        return PlanRequest(chosen, kept, tuple(extra), model, None, None, job.output_dir, True)
     run_job_of(rest, extra)  # checks the draft too
     acceptance = acceptance_of(chosen, model)
     if acceptance is None and model["kind"] not in ("pretrained", "random"):

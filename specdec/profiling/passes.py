@@ -69,10 +69,9 @@ def measure_model(
     context: int,
     requests: int = 1,
     transfer: bool = False,
-    draft: bool = True,
     on_repeat: Callable[[str], None] = lambda _: None,
 ) -> dict[Work, list[Sample]]:
-    """Measures passes of the target, optionally of the draft, and transfers of hidden states.
+    """Measures passes of the target and the draft, and optionally transfers of hidden states.
 
     Returns, per kind of work, a ``Sample`` for each number of rows in ``tokens`` (increasing). The
     longest of ``stages`` slices of the target is measured. The output head's time is that of a pass
@@ -83,15 +82,15 @@ def measure_model(
     meter = Meter()
     bounds = split_layers(pair.num_layers, stages)
     longest = max(bounds, key=lambda bound: bound[1] - bound[0])
-    stage, last, *drafting = (
+    stage, last, draft = (
         _TimedRunner(runner, context, max(tokens), requests)
         for runner in (
             *(pair.stage(*bound, meter).runner for bound in (longest, bounds[-1])),
-            *([pair.runner("draft", meter)] if draft else []),
+            pair.runner("draft", meter),
         )
     )
     kinds = {Work.STAGE: stage.layers, Work.PRUNE: stage.prune, Work.HEAD: last.head}
-    kinds |= {Work.DRAFT: drafting[0].proposals} if drafting else {}
+    kinds[Work.DRAFT] = draft.proposals
     samples = {}
     for kind, seconds_of in kinds.items():
         rounds = []

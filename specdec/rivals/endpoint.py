@@ -4,19 +4,15 @@ A chunk of the stream holds what the server sends at once: one token, the tokens
 several. All tokens of a chunk get the time at which the chunk arrived.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import urllib.error
 import urllib.request
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,12 +20,8 @@ from specdec.errors import UserError
 from specdec.parts.fields import Positive, Text, expects, validated
 from specdec.rivals.runtimes import RivalOutput
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _SHOWN = 300  # characters of a server's answer that a message shows
-_COUNTERS = ("draft_tokens", "accepted_tokens")  # vllm:spec_decode_num_NAME_total
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+_COUNT = re.compile(r"(?m)^vllm:spec_decode_num_(draft|accepted)_tokens_total(?:\{[^}]*\})? (\S+)")
 
 Url = Annotated[
     str, Field(pattern=r"^https?://\S+$"), expects("it must be a URL such as http://host:8000/v1")
@@ -76,11 +68,7 @@ class Endpoint:
     pids = None  # the server's CPU time cannot be measured
 
     def __init__(
-        self,
-        options: EndpointOptions,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_ids: Collection[int],
+        self, options: EndpointOptions, *, tokenizer: Any, eos_ids: Collection[int]
     ) -> None:
         self._options, self._tokenizer = options, tokenizer
         self._eos_ids = sorted(eos_ids)
@@ -103,15 +91,13 @@ class Endpoint:
         body["prompt"] = list(prompt) if text is None else text
         if text is None:
             body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
-        body["temperature"] = sampling["temperature"]
-        if sampling["temperature"]:
-            # top_k is not in OpenAI's API.
-            names = ("top_p", "seed", *(["top_k"] if sampling["top_k"] else []))
-            body |= {name: sampling[name] for name in names}
+        body |= sampling if sampling["temperature"] else {"temperature": 0.0}
+        if not sampling["top_k"]:  # it is not in OpenAI's API
+            body.pop("top_k", None)
         before = self._counters()
         answer = self._stream({**body, **self._options.extra})
         after, drafts = self._counters(), answer.drafts
-        if before is not None and after is not None:
+        if before and after:
             drafts = tuple(late - early for early, late in zip(before, after, strict=True))
         tokens, times = self._tokens(prompt, text, answer)
         accepted = min(drafts[1] if drafts else 0, max(0, len(tokens) - 1))
@@ -163,10 +149,10 @@ class Endpoint:
         """Reads vLLM's counts of draft tokens since its start; None if the server has none."""
         try:
             with self._open(f"{self._url.removesuffix('/v1')}/metrics") as answer:
-                found = _COUNTER.findall(answer.read().decode(errors="replace"))
+                found = _COUNT.findall(answer.read().decode(errors="replace"))
         except OSError:
             return None
-        sums = [sum(int(float(n)) for name, n in found if name == kind) for kind in _COUNTERS]
+        sums = [sum(int(float(n)) for kind, n in found if kind == k) for k in ("draft", "accepted")]
         return sums if found else None
 
     def _text_of(self, prompt: Sequence[int]) -> str:
@@ -196,10 +182,10 @@ class Endpoint:
                 )
             pairs = [(int(token), at_s) for at_s, _, ids in chunks for token in ids or ()]
             return [token for token, _ in pairs], [at_s for _, at_s in pairs]
-        ends = list(accumulate((len(piece) for _, piece, _ in chunks), initial=len(text)))[1:]
-        ids, stops = self._encoded(text + "".join(piece for _, piece, _ in chunks))
+        pieces = [(chunks[0][0], text, None), *chunks]
+        arrivals = [at_s for at_s, piece, _ in pieces for _ in piece]  # per character
+        ids, stops = self._encoded("".join(piece for _, piece, _ in pieces))
         first = len(prompt)
-        times = [chunks[bisect_left(ends, stop)][0] for stop in stops[first:]]
         tokens = ids[first:]
         counted = len(tokens) if answer.counted is None else answer.counted
         # The text lacks the end token, but some servers count it.
@@ -210,6 +196,7 @@ class Endpoint:
                 " the tokens are not known; use strategy.options.prompt=ids, where the server"
                 " returns token ids"
             )
+        times = [arrivals[stop - 1] for stop in stops[first:]]
         if ends_unseen:
             tokens.append(self._eos_ids[0])
             times.append(chunks[-1][0])

@@ -14,7 +14,8 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ class Runtime:
     packages: tuple[str, ...]  # pip requirements of the environment
     methods: tuple[str, ...] = ("generate", "draft", "lookup")
     unwanted: tuple[str, ...] = ()  # packages that pip installs with them, uninstalled again
-    # ``model.dtype`` -> settings that the worker receives for it. Empty for a runtime that reads
-    # GGUF files, which have types of their own; models of others are converted.
-    dtypes: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"float32": {}})
+    # Supported values of ``model.dtype``. Empty for a runtime that reads GGUF files, which have
+    # types of their own; models of others are converted.
+    dtypes: tuple[str, ...] = ("float32",)
 
 
 RUNTIMES: Mapping[str, Runtime] = {
@@ -42,14 +43,14 @@ RUNTIMES: Mapping[str, Runtime] = {
         title="llama.cpp",
         packages=("xllamacpp==2026.10.11549",),
         methods=("generate", "draft", "ngram"),
-        dtypes={},
+        dtypes=(),
     ),
     "openvino": Runtime(
         title="OpenVINO GenAI",
         packages=("openvino-genai==2026.4.1.0", "torch==2.13.0", "optimum-intel==2.2.0"),
         # Language models do without it, and a build that is not torch's breaks transformers.
         unwanted=("torchvision",),
-        dtypes={"float32": {"precision": "f32"}, "bfloat16": {"precision": "bf16"}},
+        dtypes=("float32", "bfloat16"),
     ),
     "ort": Runtime(
         title="ONNX Runtime GenAI",
@@ -84,16 +85,13 @@ def install(name: str, note: Callable[[str], None]) -> None:
         note(f"{folder} is installed")
         return
     note(f"installing {', '.join(runtime.packages)} into {folder}")
-    shutil.rmtree(folder, ignore_errors=True)
-    base = getattr(sys, "_base_executable", sys.executable)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    commands = [[base, "-m", "venv", str(folder)], [*pip, "install", "-q", *runtime.packages]]
+    pip = [*_python(folder), "-m", "pip", "--disable-pip-version-check"]
+    venv = [sys.executable, "-m", "venv", "--clear", str(folder)]
+    commands = [venv, [*pip, "install", "-q", *runtime.packages]]
     if runtime.unwanted:
         commands.append([*pip, "uninstall", "-q", "-y", *runtime.unwanted])
     for words in commands:
-        done = subprocess.run(  # noqa: S603 - words of our own
-            words, capture_output=True, text=True, errors="replace", env=_environment(), check=False
-        )
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace")  # noqa: S603
         if done.returncode:
             end = " ".join((done.stdout + done.stderr).split())[-_SHOWN:]
             raise UserError(f"{runtime.title} cannot be installed: {end}")
@@ -106,22 +104,21 @@ def worker_command(name: str) -> list[str]:
             f"{RUNTIMES[name].title} is not installed: run `specdec rivals install {name}`, or"
             " leave its rows out"
         )
-    return [str(rivals_dir() / name / "bin" / "python"), str(_WORKERS / f"decode_{name}.py")]
+    return [*_python(rivals_dir() / name), "-u", str(_WORKERS / "serve.py"), f"decode_{name}"]
 
 
 def converted(name: str, model: Path) -> Path:
-    script = worker_command(name)[1]
+    script = (_WORKERS / f"decode_{name}.py").read_text()
     files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    parts = [str(model.resolve()), stats, RUNTIMES[name].packages, Path(script).read_text()]
+    parts = [str(model.resolve()), stats, RUNTIMES[name].packages, script]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     folder = rivals_dir() / "models" / f"{name}-{digest}"
     if not (folder / _DONE).is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         worker = RivalProcess(name)
+        shutil.rmtree(folder, ignore_errors=True)
         site = sysconfig.get_path("purelib")
-        worker.ask("convert", model=str(model), folder=str(folder), site=site)
+        worker.ask("convert", source=str(model), folder=str(folder), site=site)
         worker.close()
         (folder / _DONE).write_text(json.dumps({"model": str(model)}) + "\n")
     return folder
@@ -137,42 +134,36 @@ class RivalProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**_environment(), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         self.pids = (self._process.pid,)
 
-    def ask(self, op: str, **message: Any) -> dict[str, Any]:
-        """Returns the reply of the worker's function ``op``; if it fails, raises UserError."""
-        assert self._process.stdin is not None
+    def ask(self, op: str, **message: Any) -> Any:
+        """Returns the result of the worker's function ``op``; if it fails, raises UserError."""
         assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"op": op, **message}) + "\n")
-            self._process.stdin.flush()
-            reply: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
-        except (OSError, ValueError):
-            reply = {}
-        if not reply or "error" in reply:
+        reply: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # of a worker that has ended
+            print(json.dumps({"op": op, **message}), file=self._process.stdin, flush=True)
+            reply = json.loads(self._process.stdout.readline())
+        if "result" not in reply:
             self._errors.seek(0)
             reason = reply.get("error") or self._errors.read().decode(errors="replace")
             self.close()
             words = " ".join(str(reason).split())[-_SHOWN:] or "it ended without a message"
             raise UserError(f"{self._title} failed: {words}; leave its rows out")
-        return reply
+        return reply["result"]
 
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Mapping[str, Any]
     ) -> RivalOutput:
-        message = {"prompt": list(prompt), "max_new_tokens": max_new_tokens}
-        return RivalOutput(**self.ask("generate", **message, sampling=dict(sampling)))
+        message = {"prompt": prompt, "max_new_tokens": max_new_tokens, "sampling": sampling}
+        return RivalOutput(**self.ask("generate", **message))
 
     def close(self) -> None:
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=5)  # closes its input, which ends it
+        self._process.kill()  # does nothing to a process that has ended
+        self._process.wait()
         self._errors.close()
 
 
@@ -180,5 +171,5 @@ def _contents(runtime: Runtime) -> str:
     return json.dumps({"packages": runtime.packages, "without": runtime.unwanted}) + "\n"
 
 
-def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+def _python(folder: Path) -> list[str]:
+    return [str(folder / "bin" / "python"), "-E"]  # without PYTHONPATH, which is specdec's

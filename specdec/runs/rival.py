@@ -93,8 +93,8 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     row, (name, method) = strategy["name"], ROWS[strategy["method"]]
     runtime, options = RUNTIMES[name], asdict(RivalOptions(**strategy["options"]))
     if not isinstance(pair, PretrainedPair):
-        raise UserError(f"strategy={row} needs models from folders: model=tiny/hf")
-    dtypes = runtime.dtypes or {pair.dtype: {}}
+        raise UserError(f"strategy={row} needs models from folders: model=tiny")
+    dtypes = runtime.dtypes or (pair.dtype,)
     other_type = f"computes in {' or '.join(dtypes)}, not in model.dtype={pair.dtype}"
     on_gpu = f"runs on the CPU, not on model.device={pair.device}"
     _refuse(cfg, stop, (pair.dtype not in dtypes, other_type), (pair.device != "cpu", on_gpu))
@@ -109,18 +109,18 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     threads = torch.get_num_threads()
     server = RivalProcess(name, threads=threads)
     given: dict[str, Any] = {"draft": None, **{key: str(path) for key, path in paths.items()}}
-    given |= {"method": method, "threads": threads, "options": options, **dtypes[pair.dtype]}
-    opened = server.ask("open", eos=sorted(stop.eos_ids), **given)
+    given |= {"method": method, "threads": threads, "dtype": pair.dtype, **options}
+    loaded = server.ask("load", eos=sorted(stop.eos_ids), **given)
     quality, own = nats_per_byte(pair, server, (name, given["target"], pair.dtype))
     files = " and ".join(path.name for path in models.values())
     settings = "".join(f", {key}={value}" for key, value in strategy["options"].items())
     caveat = (
-        f"{files} in {opened.get('quantization', pair.dtype)}, threads={threads}{settings};"
+        f"{files} in {loaded.get('quantization', pair.dtype)}, threads={threads}{settings};"
         f" {quality:.4f} nats per byte of {HELD_OUT.name}, target in {pair.dtype} {own:.4f}"
     )
     if not runtime.dtypes:
         caveat += f". Another function than ar's: compare with {name}_generate"
-    about: dict[str, Any] = {"runtime": f"{runtime.title} {opened['version']}", "caveat": caveat}
+    about: dict[str, Any] = {"runtime": f"{runtime.title} {loaded['version']}", "caveat": caveat}
     about |= {"weight_bytes": weight_bytes, "lossy": not runtime.dtypes}
     return RivalBaseline.of(cfg, pair, stop, server=server, **about)
 
@@ -128,9 +128,7 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
 def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
     strategy = cfg["strategy"]
     if pair.tokenizer is None:
-        raise UserError(
-            f"strategy={strategy['name']} needs a model with a tokenizer: model=tiny/hf"
-        )
+        raise UserError(f"strategy={strategy['name']} needs a model with a tokenizer: model=tiny")
     _refuse(cfg, stop)
     options = EndpointOptions(**strategy["options"])
     server = Endpoint(options, tokenizer=pair.tokenizer, eos_ids=stop.eos_ids)
@@ -147,7 +145,7 @@ def nats_per_byte(
     size = len(text.encode()) - len(pair.tokenizer.decode(ids[:1]).encode())
     target = ("", pair.model_name("target"), pair.dtype, str(pair.options.quantization))
     if runtime not in _nats:
-        _nats[runtime] = server.ask("score", tokens=ids)["nats"] / size
+        _nats[runtime] = server.ask("score", tokens=ids) / size
     if target not in _nats:
         with torch.inference_mode():
             tokens = torch.tensor(ids, device=pair.target.device)

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -31,46 +31,36 @@ from specdec.state import StopRules
 from tests.states import new_request
 
 WORKERS = Path(rival.__file__).parent.parent / "rivals" / "workers"
-STAND_IN = f"""
+STAND_IN = """
 import sys
-sys.path.insert(0, {str(WORKERS)!r})
-from serve import serve
 
-def open_(target, draft, method, threads, eos, options, precision="only one"):
+def load(state):
     print("a library prints this")
-    if options["num_draft_tokens"] == 13:
+    if state.num_draft_tokens == 13:
         raise ValueError("no model like that")
-    return {{"version": f"{{method}} {{threads}} {{eos}} {{draft}} {{precision}}"}}
+    return {"version": f"{state.method} {state.threads} {state.eos} {state.draft} {state.dtype}"}
 
-def generate(prompt, max_new_tokens, sampling):
-    if prompt[0] == 9:
+def generate(state):
+    if state.prompt[0] == 9:
         sys.exit("out of luck")
-    tokens = [prompt[0] + i for i in range(6)]
+    tokens = [state.prompt[0] + i for i in range(6)]
     times = [1.0, 1.001, 1.002, 2.0, 2.001, 3.0]
     return dict(tokens=tokens, times_s=times, wall_s=3.0, rounds=3, proposed=12, accepted=3,
                 draft_passes=12)
 
-def score(tokens):
-    return {{"nats": 2.0 * len(tokens)}}
-
-serve(open_, generate, score)
+def score(state):
+    return 2.0 * len(state.tokens)
 """
-OPEN = {
-    "target": "t",
-    "draft": None,
-    "method": "draft",
-    "threads": 1,
-    "eos": [0],
-    "options": {"num_draft_tokens": 4},
-}
+LOAD = {"draft": None, "method": "draft", "threads": 1, "eos": [0], "dtype": "float32"}
 
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
     """The stand-in in place of every runtime; models are not converted."""
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
-    monkeypatch.setattr(runtimes, "worker_command", lambda name: [sys.executable, str(script)])
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, str(WORKERS / "serve.py"), "stand_in"]
+    monkeypatch.setattr(runtimes, "worker_command", lambda name: command)
     monkeypatch.setattr(rival, "converted", lambda name, model: model)
 
 
@@ -89,7 +79,8 @@ def _baseline(options=None, method="ort_draft", dtype="float32", **stop):
 def test_messages(stand_in):
     """What a library prints is no reply; settings arrive."""
     worker = RivalProcess("ort")
-    assert worker.ask("open", **OPEN)["version"] == "draft 1 [0] None only one"
+    loaded = worker.ask("load", **LOAD, num_draft_tokens=4)
+    assert loaded["version"] == "draft 1 [0] None float32"
     found = worker.generate([5], max_new_tokens=6, sampling={})
     assert found.tokens == [5, 6, 7, 8, 9, 10]
     assert (found.wall_s, found.rounds, found.proposed) == (3.0, 3, 12)
@@ -116,6 +107,11 @@ def _worker(monkeypatch, name):
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
     return worker
+
+
+def _state(max_new_tokens, **fields):
+    state = {"prompt": [5], "sampling": {"temperature": 0.0}, "num_draft_tokens": 4, "ngram": 2}
+    return SimpleNamespace(**state, max_new_tokens=max_new_tokens, **fields)
 
 
 @pytest.mark.parametrize(
@@ -150,37 +146,33 @@ def test_onnx_runtime_states_its_passes(monkeypatch, method, stats, rounds):
     vars(genai).update(GeneratorParams=Mock(), Generator=Generator)
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", genai)
     worker = _worker(monkeypatch, "ort")
-    worker.STATE.update(model=None, method=method, options={"num_draft_tokens": 4, "ngram": 2})
-    found = worker.generate([5], 20, {"temperature": 0.0})
+    found = worker.generate(_state(20, model=None, method=method))
     assert found["rounds"] == rounds
 
 
-def _llamacpp(monkeypatch, answers):
-    """The worker of llama.cpp, whose server gives ``answers`` by whether they are streamed."""
+def _by_llamacpp(monkeypatch, answers):
+    """By a worker of llama.cpp whose server gives ``answers`` by whether they are streamed."""
     monkeypatch.setitem(sys.modules, "xllamacpp", Mock())
     worker = _worker(monkeypatch, "llamacpp")
-    worker.STATE.update(method="ngram", eos=[2])
-    monkeypatch.setattr(worker, "_answers", lambda body: answers[body["stream"]])
-    return worker
+    monkeypatch.setattr(worker, "_lines", lambda state, path, body: answers["stream" in body])
+    return worker.generate(_state(4, method="ngram", eos=[2]))
 
 
 def test_llamacpp_tokens_inside_a_character(monkeypatch):
     """The stream leaves out tokens that end inside a character: their ids must not be lost."""
-    part = {"timings": {"prompt_ms": 10.0, "predicted_ms": 0.0}, "tokens": [5]}
-    late = {"timings": {"prompt_ms": 10.0, "predicted_ms": 4.0}, "tokens": [7]}
-    end = {
-        "timings": {**late["timings"], "predicted_ms": 6.0, "draft_n": 3, "draft_n_accepted": 1},
-        "tokens": [],
-        "tokens_predicted": 4,
-    }
+    first = {"prompt_ms": 10.0, "predicted_ms": 0.0, "predicted_n": 1}
+    later = {"prompt_ms": 10.0, "predicted_ms": 4.0, "predicted_n": 3}
+    last = {"prompt_ms": 10.0, "predicted_ms": 6.0, "predicted_n": 4}
+    part, late = {"timings": first, "tokens": [5]}, {"timings": later, "tokens": [7]}
+    end = {"timings": {**last, "draft_n": 3, "draft_n_accepted": 1}, "tokens": []}
     answers = {True: [part, late, end], False: [{"tokens": [5, 6, 7, 8]}]}
-    found = _llamacpp(monkeypatch, answers).generate([1], 4, {"temperature": 0.0})
+    found = _by_llamacpp(monkeypatch, answers)
     assert found["tokens"] == [5, 6, 7, 8]
     assert found["times_s"] == pytest.approx([0.01, 0.014, 0.014, 0.016])
     assert (found["rounds"], found["proposed"], found["accepted"]) == (3, 3, 1)
     answers[False] = [{"tokens": [5, 6, 9, 8]}]
     with pytest.raises(ValueError, match="differently the second time"):
-        _llamacpp(monkeypatch, answers).generate([1], 4, {"temperature": 0.0})
+        _by_llamacpp(monkeypatch, answers)
 
 
 @pytest.mark.parametrize(("method", "proposed"), [("generate", 0), ("draft", 12), ("lookup", None)])
@@ -194,9 +186,7 @@ def test_openvino_s_empty_lookups_are_no_proposals(monkeypatch, method, proposed
     monkeypatch.setitem(sys.modules, "openvino", Mock())
     worker = _worker(monkeypatch, "openvino")
     pipeline = Mock(generate=Mock(return_value=result))
-    options = {"num_draft_tokens": 4, "ngram": 2}
-    worker.STATE.update(pipeline=pipeline, method=method, options=options, eos=[])
-    found = worker.generate([5], 4, {"temperature": 0.0})
+    found = worker.generate(_state(4, pipeline=pipeline, method=method, eos=[]))
     assert found["proposed"] == proposed
     output = RivalOutput(**found)
     request = new_request(0, (5,), 9)
@@ -252,11 +242,11 @@ def test_stop_rules_cut(stand_in):
     assert results[0].counters.cut_tokens == 3
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", "f32"), ("bfloat16", "bf16")])
-def test_a_runtime_computes_in_the_type_of_the_other_rows(stand_in, dtype, precision):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_runtime_computes_in_the_type_of_the_other_rows(stand_in, dtype):
     """A table compares rows of one type only: what a runtime cannot compute in, it refuses."""
     baseline = _baseline(method="openvino_generate", dtype=dtype)
-    assert baseline.runtime.split()[-1] == precision
+    assert baseline.runtime.split()[-1] == dtype
     baseline.close()
     with pytest.raises(UserError, match=r"float32 or bfloat16, not in model\.dtype=float16"):
         _baseline(method="openvino_generate", dtype="float16")
@@ -266,7 +256,7 @@ def test_a_runtime_computes_in_the_type_of_the_other_rows(stand_in, dtype, preci
 
 def test_a_worker_that_fails_is_told(stand_in):
     with pytest.raises(UserError, match=r"ONNX Runtime GenAI failed: .*no model like that"):
-        RivalProcess("ort").ask("open", **{**OPEN, "options": {"num_draft_tokens": 13}})
+        RivalProcess("ort").ask("load", **LOAD, num_draft_tokens=13)
     worker = RivalProcess("ort")
     with pytest.raises(UserError, match=r"failed: .*out of luck"):
         worker.generate([9], max_new_tokens=6, sampling={})
