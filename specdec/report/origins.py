@@ -5,14 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from specdec.files import write_json
 from specdec.metrics.results import RequestResult
-from specdec.report.results import ENDS_FILE
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
@@ -40,18 +37,6 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
             begin, seen = seen, i + 1
         ends.append(end)
     return ends
-
-
-def write_token_ends(
-    folder: Path,
-    results: Mapping[str, Iterable[RequestResult]],
-    decode: Callable[[Sequence[int]], str],
-) -> None:
-    ends = {
-        strategy: {result.id: token_ends(result.output, decode) for result in outputs}
-        for strategy, outputs in results.items()
-    }
-    write_json(folder / ENDS_FILE, ends)
 
 
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:

@@ -18,16 +18,8 @@ from specdec.metrics import comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report import plots, tables
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
-from specdec.report.results import (
-    Result,
-    baseline_of,
-    read,
-    read_json,
-    row_name,
-    styles_of,
-    swept_values,
-)
-from specdec.report.styles import row_styles
+from specdec.report.results import Result, baseline_of, read, read_json, row_name, swept_values
+from specdec.report.styles import Style, row_styles
 from specdec.report.traces import rejections_png, timeline_png
 from specdec.trace import files as traced
 
@@ -55,6 +47,10 @@ class ResultsReport:
     @property
     def complete(self) -> list[Result]:
         return [result for result in self.results if result.summary is not None]
+
+    @property
+    def styles(self) -> dict[str, Style]:
+        return row_styles({result.name: result.strategy for result in self.results})
 
 
 def load_report(folder: str | Path) -> ResultsReport:
@@ -101,23 +97,17 @@ def _row(result: Result, summary: Mapping[str, Any]) -> Mapping[str, Any]:
 def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     results = [result for result in report.results if result.records]
     timeline, trees = _trace(report)
-    drawn: dict[str, bytes | None] = {
-        "prompts": _comparison(report),
-        **plots.progress_pngs(results, report.conditions),
-        **timeline,
-    }
+    drawn: dict[str, bytes | None] = {}
+    if complete := report.complete:
+        points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in complete]
+        styles = [report.styles[result.name] for result in complete]
+        drawn["prompts"] = plots.comparison_png(report.rows, report.conditions, styles, points)
+    drawn |= plots.progress_pngs(results, report.conditions) | timeline
     pictures = {name: data for name, data in drawn.items() if data is not None}
     folder = report.folder / "pictures"
     paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]
     page = _page(report, pictures, trees, num_texts)
     return [write_text(report.folder / "report.html", page), *paths]
-
-
-def _comparison(report: ResultsReport) -> bytes | None:
-    styles, drawn = styles_of(report.results), report.complete
-    points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in drawn]
-    own = [styles[result.name] for result in drawn]
-    return plots.comparison_png(report.rows, report.conditions, own, points) if drawn else None
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
@@ -146,7 +136,7 @@ def _page(
     jobs = read_json(path, object) or []
     if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
         raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
-    styles = styles_of(results)
+    styles = report.styles
     colors = list(dict.fromkeys(style.color for style in styles.values()))
     provenance: dict[Path, str] = {}  # run folder -> its configuration and provenance, as YAML
     for result in results:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from specdec.files import flatten, parse_json, parse_yaml, plain
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
-from specdec.report.styles import Style, row_styles
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
@@ -68,11 +67,12 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         result, totals = record.result, record.totals
         if totals is not None:
             self.records[record.strategy, record.repeat, result.id] = record
-        line = {name: getattr(record, name) for name in ("strategy", "repeat", "prompt")}
-        line |= result.to_json()
+        values = _RECORD.dump_python(record, warnings=False)
+        line = {name: values[name] for name in ("strategy", "repeat", "prompt")}
+        line |= values["result"] | {"emitted_s": [round(t, 7) for t in result.emitted_s]}
         if record.category:
             line["category"] = record.category
-        line["totals"] = None if totals is None else asdict(totals)
+        line["totals"] = values["totals"]
         # Counts are the same in every repeat; readers of such objects add them up.
         if totals is not None and (record.strategy, result.id) not in self._stated:
             self._stated.add((record.strategy, result.id))
@@ -206,11 +206,6 @@ def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
     return None
 
 
-def styles_of(results: Iterable[Result]) -> dict[str, Style]:
-    """Maps the results' names to styles, which are the same in all plots."""
-    return row_styles({result.name: result.strategy for result in results})
-
-
 Source = str | Path | Result  # A folder for ``read``, or a ``Result`` (of ``specdec.compare``)
 
 
@@ -236,9 +231,26 @@ def frame(*sources: Source) -> DataFrame:
 def prompt_frame(*sources: Source) -> DataFrame:
     """Returns a pandas frame with one row per finished prompt and repeat.
 
-    Columns: ``folder``, ``name``, ``strategy``, ``repeat``, and those of ``prompt_metrics``.
+    Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt`` (its id), its text, metrics
+    and raw counts; ``acceptance_length``: emitted or cut-off tokens per answer.
     """
-    return DataFrame([{**head, **prompt_metrics(r)} for r, head in _prompts(sources)])
+    rows = []
+    for result, head in _prompts(sources):
+        c, phase, count = result.counters, decode_phase(result), len(result.output)
+        row = {
+            "prompt": result.id,
+            "num_prompt": result.num_prompt,
+            "new_tokens": count,
+            "finish_reason": result.finish_reason,
+            "tokens_per_s": phase.tokens / phase.seconds if phase.seconds > 0 else None,
+            "ttft_ms": (result.emitted_s[0] - result.admitted_s) * 1e3 if count else None,
+            "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
+            "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
+            **{name: getattr(c, name) for name in _COUNTS},
+            "text": result.text,
+        }
+        rows.append(head | row)
+    return DataFrame(rows)
 
 
 def token_frame(*sources: Source) -> DataFrame:
@@ -262,23 +274,6 @@ def token_frame(*sources: Source) -> DataFrame:
         for r, head in _prompts(sources)
     ]
     return concat(frames, ignore_index=True) if frames else DataFrame()
-
-
-def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's metrics; ``acceptance_length``: emitted or cut-off tokens per answer."""
-    c, phase, count = result.counters, decode_phase(result), len(result.output)
-    return {
-        "prompt": result.id,
-        "num_prompt": result.num_prompt,
-        "new_tokens": count,
-        "finish_reason": result.finish_reason,
-        "tokens_per_s": phase.tokens / phase.seconds if phase.seconds > 0 else None,
-        "ttft_ms": (result.emitted_s[0] - result.admitted_s) * 1e3 if count else None,
-        "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
-        "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
-        **{name: getattr(c, name) for name in _COUNTS},
-        "text": result.text,
-    }
 
 
 def _read_folder(folder: Path, name: str) -> list[Result]:

@@ -26,18 +26,22 @@ Answer = dict[str, Any]
 _TASK_OF = {category: task for task, categories in TASKS.items() for category in categories}
 
 
-def answers_of(
-    prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
+def write_answers(
+    folder: Path,
+    strategy: str,
+    prompts: Mapping[int, Prompt],
+    repeats: Sequence[Sequence[RequestResult]],
 ) -> list[Answer]:
-    """Builds a strategy's answers, one per question: a choice per repeat, with a request per turn.
+    """Writes a strategy's answers, one per question, to ``model_answer/``, and returns them.
 
-    ``wall_time`` is from admission to the last token. Prompts without ``question_id`` are omitted.
+    An answer has a choice per repeat, with a request per turn; ``wall_time`` is from admission to
+    the last token. Prompts without ``question_id`` are omitted; without answers no file is written.
     """
     turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
     for questions, results in zip(turns, repeats, strict=True):
         for result in sorted(results, key=lambda r: r.id):
             questions.setdefault(result.id % TURN_IDS, []).append(result)
-    return [
+    answers = [
         {
             "question_id": prompt.question_id,
             "category": prompt.category,
@@ -49,6 +53,10 @@ def answers_of(
         for at, prompt in prompts.items()
         if prompt.question_id is not None and all(at in questions for questions in turns)
     ]
+    if answers:
+        text = "".join(json.dumps(answer) + "\n" for answer in answers)
+        write_text(folder / "model_answer" / f"{strategy}.jsonl", text)
+    return answers
 
 
 def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
@@ -67,12 +75,6 @@ def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
         "draft_tokens": sum(turn.counters.proposed for turn in turns),
         "spec_tokens": max(max(t.counters.judged_by_depth, default=0) for t in turns),
     }
-
-
-def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> None:
-    if answers:
-        text = "".join(json.dumps(answer) + "\n" for answer in answers)
-        write_text(folder / "model_answer" / f"{strategy}.jsonl", text)
 
 
 def by_category(

@@ -13,14 +13,7 @@ import torch
 from specdec.clocks import ClockKind
 from specdec.clocks.timed_runs import timed_run
 from specdec.compose.workbench import check_parts
-from specdec.data import (
-    Prompt,
-    Request,
-    data_provenance,
-    fit_prompt,
-    load_prompts,
-    prompt_tokens,
-)
+from specdec.data import Prompt, Request, data_provenance, fit_prompt, load_prompts, prompt_tokens
 from specdec.data.prompt import TURN_IDS
 from specdec.distributed.rank_groups import prepare_ranks, rank_logs_in
 from specdec.errors import UserError
@@ -29,11 +22,11 @@ from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summa
 from specdec.metrics.compare import prompt_speedups
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
-from specdec.report.origins import write_token_ends
+from specdec.report.origins import token_ends
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import cpu_info, provenance
-from specdec.report.results import RequestRecord, RequestWriter, Result, runs_of
-from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
+from specdec.report.results import ENDS_FILE, RequestRecord, RequestWriter, Result, runs_of
+from specdec.report.spec_bench import Answer, by_category, write_answers
 from specdec.report.styles import row_styles
 from specdec.report.tables import advice_of, markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
@@ -75,19 +68,11 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         "claims": str(runner.claims),
         **summarise(run.results, run.totals),
         **decoding.further_metrics(runner, cfg),
-        "by_category": by_category(decoding.answers()[runner.name], None),
+        "by_category": by_category(decoding.write_answers()[runner.name], None),
     }
     _write_provenance(cfg, output_dir)
-    conditions = decoding.conditions
-    result = Result(
-        folder=output_dir,
-        name=runner.name,
-        strategy=runner.name,
-        config=cfg,
-        records=tuple(decoding.records.values()),
-        summary=summary,
-        conditions=conditions,
-    )
+    name, records, conditions = runner.name, tuple(decoding.records.values()), decoding.conditions
+    result = Result(output_dir, name, name, cfg, records, summary, conditions)
     write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
@@ -111,7 +96,7 @@ def compare_jobs(
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
-    conditions, runs, answers = decoding.conditions, decoding.runs, decoding.answers()
+    conditions, runs, answers = decoding.conditions, decoding.runs, decoding.write_answers()
     rows = [
         comparison_row(r.name, runs[r.name], runs.get("ar"), claims=r.claims)
         | decoding.further_metrics(r, cfg)
@@ -191,7 +176,11 @@ class _Decoding:
         if base.get("record"):
             self._write_record(results[self.runners[0].name])
         if self.pair.tokenizer is not None:
-            write_token_ends(self._folder, results, partial(decoded, tokenizer=self.pair.tokenizer))
+            decode = partial(decoded, tokenizer=self.pair.tokenizer)
+            ends = {
+                k: {r.id: token_ends(r.output, decode) for r in of} for k, of in results.items()
+            }
+            write_json(self._folder / ENDS_FILE, ends)
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)
@@ -270,13 +259,12 @@ class _Decoding:
         tokens, _ = _fitted(self._base, self.pair, prompt.source, label, answers)
         return [TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)]
 
-    def answers(self) -> dict[str, list[Answer]]:
+    def write_answers(self) -> dict[str, list[Answer]]:
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
-        answers = {}
-        for name, runs in self.runs.items():
-            answers[name] = answers_of(prompts, [run.results for run in runs], name)
-            write_answers(self._folder, name, answers[name])
-        return answers
+        return {
+            name: write_answers(self._folder, name, prompts, [run.results for run in runs])
+            for name, runs in self.runs.items()
+        }
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
         """Writes record.npz, the draft's ranks of the outputs, by an uncounted pass per prompt."""

@@ -64,24 +64,6 @@ def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> 
 
 
 @dataclass(slots=True)
-class TreeRecord:
-    """How the trees grew, and what was submitted to the target.
-
-    ``requests`` has per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
-    first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the
-    step: id, parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers``
-    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids: the old root and the
-    accepted nodes, ``next_token``, ``root`` id, ``judged``: a ``Judgement``'s values per committed
-    token). The new root and its descendants remain. ``fed`` maps a step to its submission: ids of
-    ``requests``, ``depths`` ([least, largest]), numbers of ``nodes`` and ``prefill`` tokens.
-    """
-
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    fed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    truncated: bool = False  # whether steps were omitted
-
-
-@dataclass(slots=True)
 class _OpenRequest:
     request: RequestState
     steps: list[dict[str, Any]]
@@ -130,14 +112,14 @@ class ObservedExecutor(Executor):
     def open(self, request: RequestState) -> None:
         entry = _OpenRequest(request, [])
         record = {"id": request.id, "prefix_len": request.prefix_len, "steps": entry.steps}
-        self._trace.trees.requests.append(record)
+        self._trace.requests.append(record)
         self._open[request.id] = entry
         self._inner.open(request)
 
     def submit(self, batch: Batch) -> None:
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
         if batch.num_tokens:
-            self._trace.trees.fed[self._trace.timeline.step] = {
+            self._trace.fed[self._trace.timeline.step] = {
                 "requests": sorted(
                     {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
                 ),
@@ -152,7 +134,7 @@ class ObservedExecutor(Executor):
     def collect(self, *, wait: bool = True) -> Output:
         output, trace = self._inner.collect(wait=wait), self._trace
         if trace.timeline.step >= MAX_STEPS:
-            trace.trees.truncated = True
+            trace.truncated = True
             return output
         time_s = round(trace.clock.now() - trace.began_s, _DIGITS)
         for part in output.answers:
@@ -200,7 +182,17 @@ class ObservedExecutor(Executor):
 
 
 class RunTrace:
-    """Collects spans and trees of a run; ``began_s`` is the clock time at which step 0 begins."""
+    """Collects spans of a run, how its trees grew, and what was submitted to the target.
+
+    ``requests`` has per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
+    first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the
+    step: id, parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers``
+    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids: the old root and the
+    accepted nodes, ``next_token``, ``root`` id, ``judged``: a ``Judgement``'s values per committed
+    token). The new root and its descendants remain. ``fed`` maps a step to its submission: ids of
+    ``requests``, ``depths`` ([least, largest]), numbers of ``nodes`` and ``prefill`` tokens.
+    ``truncated``: whether steps were omitted. ``began_s``: the clock time at which step 0 begins.
+    """
 
     def __init__(self, clock: Clock) -> None:
         assert clock.timeline is not None, "a traced run's clock has a timeline"
@@ -213,7 +205,9 @@ class RunTrace:
 
     def clear(self) -> None:
         self.timeline.take()
-        self.trees = TreeRecord()
+        self.requests: list[dict[str, Any]] = []
+        self.fed: dict[int, dict[str, Any]] = {}
+        self.truncated = False
         self._gathered.clear()
         self.began_s, self.timeline.step = self.clock.now(), 0
 
