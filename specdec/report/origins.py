@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -49,7 +48,7 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]
         bounds = [0, *(min(end, len(result.text)) for end in ends)]
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
-    runs = groupby(map(TextPiece, texts, result.origins), key=itemgetter(1))
+    runs = groupby(map(TextPiece, texts, result.origins), key=lambda piece: piece.origin)
     return [TextPiece("".join(piece.text for piece in run), origin) for origin, run in runs]
 
 

@@ -40,8 +40,8 @@ _RANKED = ("lossless", "tokens/s", "vs ar", "TTFT ms", "accept len", "runtime")
 @dataclass(frozen=True, slots=True)
 class ResultsReport:
     folder: Path
-    results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
-    rows: tuple[Mapping[str, Any], ...]  # from ``tables.shown_rows``, one per complete result
+    results: Sequence[Result]  # one per strategy and run folder, with its baseline
+    rows: Sequence[Mapping[str, Any]]  # from ``tables.shown_rows``, one per complete result
     conditions: Mapping[str, Any]  # see ``_shared``
 
     @property
@@ -60,16 +60,10 @@ def load_report(folder: str | Path) -> ResultsReport:
         found = [replace(result, name=name) for result, name in zip(found, names, strict=True)]
     if not any(result.records for result in found):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
-    results = []
-    for result in found:
-        baseline = baseline_of(result, found)
-        plain = [] if baseline is None else baseline.runs
-        results.append(replace(result, plain=plain if len(plain) == len(result.runs) else []))
+    results = [replace(result, plain=baseline_of(result, found)) for result in found]
     conditions = _shared([result.conditions for result in results if result.conditions])
     rows = [_row(result, result.summary) for result in results if result.summary is not None]
-    return ResultsReport(
-        Path(folder), tuple(results), tuple(tables.shown_rows(rows, conditions)), conditions
-    )
+    return ResultsReport(Path(folder), results, tables.shown_rows(rows, conditions), conditions)
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -201,9 +195,8 @@ def _swept_png(report: ResultsReport) -> bytes | None:
         plots.tidy(ax, xlabel=key, ylabel=figures[name])
         ax.set_ylim(0, 1.1 * table[name].max())
         ax.locator_params(axis="x", integer=whole)
-    return plots.png(
-        figure, f"Sweep over {key}", report.conditions, axes if {*labels} != {"all"} else ()
-    )
+    legend = axes if {*labels} != {"all"} else ()
+    return plots.png(figure, f"Sweep over {key}", report.conditions, legend)
 
 
 def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:
@@ -223,10 +216,9 @@ def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:
         rows[:] = [({**row, "fastest": row is best}, link) for row, link in rows]
         rows.sort(key=lambda found: -(found[0].get("speedup_wall") or 0.0))
     columns = [column for column in tables.COLUMNS if column.heading in _RANKED]
-    page = traced.html_template("specdec.report", "leaderboard.html")
-    return write_text(
-        path, page.render(tables=ranked, columns=columns, name=tables.COLUMNS[0].cell)
-    )
+    template = traced.html_template("specdec.report", "leaderboard.html")
+    page = template.render(tables=ranked, columns=columns, name=tables.COLUMNS[0].cell)
+    return write_text(path, page)
 
 
 def _ranking_title(result: Result) -> str:

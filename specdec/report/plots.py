@@ -177,8 +177,7 @@ def _drawn(
     styles = row_styles({result.name: result.strategy for result in results})
     for result in results[:MAX_CURVES]:
         if plain or result.strategy != "ar":
-            line = {"label": result.name, "ms": 3, "lw": 1.3}
-            yield result, {**styles[result.name].line(), **line}
+            yield result, styles[result.name].line() | {"label": result.name, "ms": 3, "lw": 1.3}
 
 
 def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:

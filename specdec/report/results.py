@@ -172,9 +172,7 @@ def read(folder: str | Path) -> list[Result]:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
         )
-    return [
-        r for path in folders for r in _read_folder(path, "/".join(path.relative_to(base).parts))
-    ]
+    return [result for path in folders for result in _read_folder(path, base)]
 
 
 def _in_number_order(path: Path) -> list[tuple[int, str]]:
@@ -195,15 +193,17 @@ def row_name(values: Mapping[str, str]) -> str:
     return ", ".join(values[key] if key == "strategy" else text for key, text in texts.items())
 
 
-def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """Finds the ``ar`` result of the same comparison, or with equal ``_SHARED`` configuration."""
+def baseline_of(result: Result, results: Iterable[Result]) -> list[Run]:
+    """Returns the runs of ``ar`` in the same comparison, or with equal ``_SHARED`` configuration;
+    [] without such a result, or if it has another number of repeats.
+    """
     compared = "speedup_wall" in (result.summary or {})
     for other in results:
         shared = (other.config.get(k) == result.config.get(k) for k in _SHARED)
         fits = other.folder == result.folder if compared else all(shared)
         if fits and other.strategy == "ar" and other.records:
-            return other
-    return None
+            return other.runs if len(other.runs) == len(result.runs) else []
+    return []
 
 
 Source = str | Path | Result  # A folder for ``read``, or a ``Result`` (of ``specdec.compare``)
@@ -276,7 +276,8 @@ def token_frame(*sources: Source) -> DataFrame:
     return concat(frames, ignore_index=True) if frames else DataFrame()
 
 
-def _read_folder(folder: Path, name: str) -> list[Result]:
+def _read_folder(folder: Path, base: Path) -> list[Result]:
+    name = "/".join(folder.relative_to(base).parts)
     try:
         config = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)

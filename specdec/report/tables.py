@@ -216,9 +216,7 @@ def _inline(value: Any) -> str:
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    notes = []
-    if any(row.get("fastest") for row in rows):
-        notes.append("*: the fastest lossless row.")
+    notes = ["*: the fastest lossless row."] if any(row.get("fastest") for row in rows) else []
     for row in rows:
         for token in (row.get("differing") or ())[:3]:
             text = "prompt {id}, token {position}: {token} instead of {ar_token}"

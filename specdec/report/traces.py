@@ -153,9 +153,7 @@ def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
     return pd.concat([shares.rename(REASONS), means]).dropna().to_dict()
 
 
-def rejections_png(
-    trees: Mapping[str, Any], *, title: str = "Why draft tokens were rejected"
-) -> bytes | None:
+def rejections_png(trees: Mapping[str, Any], *, title: str) -> bytes | None:
     table = judgements(trees)
     if table.empty:
         return None

@@ -261,10 +261,7 @@ class _Decoding:
 
     def write_answers(self) -> dict[str, list[Answer]]:
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
-        return {
-            name: write_answers(self._folder, name, prompts, [run.results for run in runs])
-            for name, runs in self.runs.items()
-        }
+        return {n: write_answers(self._folder, n, prompts, runs) for n, runs in self.runs.items()}
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
         """Writes record.npz, the draft's ranks of the outputs, by an uncounted pass per prompt."""
@@ -346,9 +343,8 @@ def _fitted(
     tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"), answers=answers)
     bounds = (_room(cfg, pair), data.get("max_prompt_tokens"))
     longest = min((bound for bound in bounds if bound is not None), default=len(tokens))
-    return fit_prompt(
-        tokens, max_len=longest, truncation=data.get("truncation", "left"), label=label
-    )
+    truncation = data.get("truncation", "left")
+    return fit_prompt(tokens, max_len=longest, truncation=truncation, label=label)
 
 
 def _room(cfg: Mapping[str, Any], pair: ModelPair) -> int | None:
@@ -374,16 +370,13 @@ def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPromp
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
-    tokenizer = pair.tokenizer
-    strings = tuple(cfg.get("stop_strings") or ())
+    tokenizer, strings = pair.tokenizer, list(cfg.get("stop_strings") or ())
     if strings and tokenizer is None:
-        raise UserError(
-            f"stop_strings={list(strings)} need a tokenizer; use model=tiny or model=hf"
-        )
+        raise UserError(f"stop_strings={strings} need a tokenizer; use model=tiny or model=hf")
     return StopRules(
         max_new_tokens=int(cfg["max_new_tokens"]),
         eos_ids=frozenset() if cfg.get("ignore_eos") else pair.eos_ids,
-        stop_strings=strings,
+        stop_strings=tuple(strings),
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids))),
     )
 
@@ -398,9 +391,8 @@ def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
     clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
-    names = {}
-    for role in ("target", "draft"):  # of a path only its last folder is shown
-        path = models.get(role)
+    names = {role: models.get(role) for role in ("target", "draft")}
+    for role, path in names.items():  # of a path only its last folder is shown
         names[role] = Path(path).name if path and Path(path).expanduser().exists() else path
     conditions: dict[str, Any] = {
         "clock": clock.get("kind", "measured"),
@@ -422,8 +414,7 @@ def conditions_of(
     if getattr(pair.tokenizer, "chat_template", None) and cfg["data"].get("chat") != "never":
         conditions["chat_template"] = True
     if "profile" in clock and "_target_" not in clock:
-        conditions["clock_profile"] = clock["profile"]
-        conditions["clock_scale"] = clock["scale"]
+        conditions |= {"clock_profile": clock["profile"], "clock_scale": clock["scale"]}
     return conditions | pair.conditions()
 
 
@@ -437,10 +428,8 @@ def notes_on_models(cfgs: Sequence[Mapping[str, Any]], pair: ModelPair) -> list[
     if conditions := pair.conditions():
         # A replay has the data and sampling of its record, not the configuration's.
         about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
-        shown = ", ".join(f"{key}={value}" for key, value in about.items())
-        notes.append(
-            f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}"
-        )
+        shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
+        notes.append(f"model={pair.option} plays what was recorded: {shown}")
     flags = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}.get(str(pair.dtype), ())
     known = cpu_info() if flags and pair.device == "cpu" else ""
     if known and not any(flag in known for flag in flags):

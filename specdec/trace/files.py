@@ -64,9 +64,8 @@ def chrome_events(
         places: rank -> stage, from 1.
     """
     ranks = sorted({span.rank for span in spans})
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
-    ]
+    process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
+    events: list[dict[str, Any]] = [process]
     for rank in ranks:
         what = "controller, draft" if places else "draft, target"
         if rank != CONTROLLER:  # a rank that has no stage is that of a source in the background

@@ -78,13 +78,14 @@ class _OpenRequest:
         new = slice(int(tree.ids.searchsorted(self.last_id, side="right")), len(tree))
         self.last_id = int(tree.ids[-1])
         parents = np.where(tree.parents[new] == NO_NODE, NO_NODE, tree.ids[tree.parents[new]])
-        logprobs = tree.logprobs[new].tolist()
-        columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new], tree.origins[new])
-        nodes = []
-        rows = zip(*(column.tolist() for column in columns), logprobs, strict=True)
-        for node, parent, token, position, origin, logprob in rows:
-            nodes.append([node, parent, token, position, round(logprob, _DIGITS), origin])
-            self.children.setdefault(parent, {})[token] = nodes[-1][4]
+        columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new])
+        logprobs = [round(value, _DIGITS) for value in tree.logprobs[new].tolist()]
+        rows = zip(
+            *(c.tolist() for c in columns), logprobs, tree.origins[new].tolist(), strict=True
+        )
+        nodes = [list(row) for row in rows]
+        for _, parent, token, _, logprob, _ in nodes:
+            self.children.setdefault(parent, {})[token] = logprob
         return nodes
 
     def judged(self, commit: Commit) -> list[list[Any]]:
@@ -102,8 +103,7 @@ class _OpenRequest:
 
 class ObservedExecutor(Executor):
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
-        self._inner = executor
-        self._trace = trace
+        self._inner, self._trace = executor, trace
         self._open: dict[int, _OpenRequest] = {}
         own = ("counters", "latency", "in_flight", "hidden", "early_hidden", "can_poll")
         for name in (*own, "ready", "due_s", "poll", "set_wakeup"):
@@ -119,10 +119,9 @@ class ObservedExecutor(Executor):
     def submit(self, batch: Batch) -> None:
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
         if batch.num_tokens:
+            requests = {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
             self._trace.fed[self._trace.timeline.step] = {
-                "requests": sorted(
-                    {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
-                ),
+                "requests": sorted(requests),
                 "depths": [min(depths), max(depths)] if depths else None,
                 "nodes": batch.num_nodes,
                 "prefill": batch.num_tokens - batch.num_nodes,
@@ -147,11 +146,9 @@ class ObservedExecutor(Executor):
                 if token != NO_TOKEN:
                     entry.answers.append([node, token])
                 if slot >= 0:
-                    entry.proposals[node] = Proposal(
-                        tokens=tree.candidate_tokens[slot].copy(),
-                        logprobs=tree.candidate_logprobs[slot].copy(),
-                        target=None if part.probs is None else part.probs[i],
-                    )
+                    tokens, logprobs = tree.candidate_tokens[slot], tree.candidate_logprobs[slot]
+                    target = None if part.probs is None else part.probs[i]
+                    entry.proposals[node] = Proposal(tokens.copy(), logprobs.copy(), target)
         for entry in self._open.values():
             nodes, submitted, answers = entry.new_nodes(), entry.submitted, entry.answers
             if nodes or submitted or answers:
