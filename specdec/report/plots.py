@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -102,18 +102,15 @@ def run_png(result: Result) -> bytes:
 
 def progress_pngs(results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, bytes]:
     """Plots throughput and acceptance of several results; returns the pictures by name."""
-
-    def drawn(draw: Callable[..., None], title: str) -> bytes:
-        figure = figure_of(11.0, 4.0)
-        axes = figure.subplots(1, 2)
-        draw(*axes, results)
-        return png(figure, title, conditions, legend=axes)
-
     by_depth = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
-    return {
-        "throughput": drawn(_throughput, "Throughput"),
-        "acceptance": drawn(_acceptance, by_depth),
-    }
+    draws = {"throughput": (_throughput, "Throughput"), "acceptance": (_acceptance, by_depth)}
+    pictures = {}
+    for name, (draw, title) in draws.items():
+        figure = figure_of(11.0, 4.0)
+        left, right = figure.subplots(1, 2)
+        draw(left, right, results)
+        pictures[name] = png(figure, title, conditions, legend=(left, right))
+    return pictures
 
 
 def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:

@@ -163,11 +163,8 @@ def read(folder: str | Path) -> list[Result]:
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
-    folders = [
-        config.parent
-        for config in sorted(base.rglob(CONFIG_FILE), key=_in_number_order)
-        if any((config.parent / name).is_file() for name in files)
-    ]
+    folders = [path.parent for path in sorted(base.rglob(CONFIG_FILE), key=_in_number_order)]
+    folders = [path for path in folders if any((path / name).is_file() for name in files)]
     if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
@@ -260,19 +257,12 @@ def token_frame(*sources: Source) -> DataFrame:
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
     """
-    frames = [
-        DataFrame(
-            {
-                **head,
-                "prompt": r.id,
-                "position": range(len(r.output)),
-                "token": r.output,
-                "origin": r.origins,
-                "emitted_s": np.asarray(r.emitted_s) - r.admitted_s,
-            }
-        )
-        for r, head in _prompts(sources)
-    ]
+    frames = []
+    for result, head in _prompts(sources):
+        tokens = {"position": range(len(result.output)), "token": result.output}
+        times_s = np.asarray(result.emitted_s) - result.admitted_s
+        own = {"prompt": result.id, **tokens, "origin": result.origins, "emitted_s": times_s}
+        frames.append(DataFrame(head | own))
     return concat(frames, ignore_index=True) if frames else DataFrame()
 
 

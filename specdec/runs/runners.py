@@ -209,15 +209,12 @@ class PartsRunner(Runner):
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
             parts = replace(parts, executor=observed)
-        arrivals = parts.clock.now() + arrival_times(
-            serving.get("arrivals", AT_ONCE),
-            len(prompts),
-            rate_per_s=serving.get("rate_per_s"),
-            seed=int(self._cfg["seed"]),
-        )
+        kind, rate = serving.get("arrivals", AT_ONCE), serving.get("rate_per_s")
+        arrivals = arrival_times(kind, len(prompts), rate_per_s=rate, seed=int(self._cfg["seed"]))
+        at_s = (parts.clock.now() + arrivals).tolist()
         return parts.decode(
             state,
-            [self._new_request(*pair) for pair in zip(prompts, arrivals.tolist(), strict=True)],
+            [self._new_request(*pair) for pair in zip(prompts, at_s, strict=True)],
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
