@@ -80,9 +80,8 @@ class _OpenRequest:
         parents = np.where(tree.parents[new] == NO_NODE, NO_NODE, tree.ids[tree.parents[new]])
         columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new])
         logprobs = [round(value, _DIGITS) for value in tree.logprobs[new].tolist()]
-        rows = zip(
-            *(c.tolist() for c in columns), logprobs, tree.origins[new].tolist(), strict=True
-        )
+        origins = tree.origins[new].tolist()
+        rows = zip(*(column.tolist() for column in columns), logprobs, origins, strict=True)
         nodes = [list(row) for row in rows]
         for _, parent, token, _, logprob, _ in nodes:
             self.children.setdefault(parent, {})[token] = logprob
