@@ -170,16 +170,14 @@ class _Decoding:
             for runner in self.runners:
                 runner.close()
         self.runs = {runner.name: runs_of(self._records_of(runner)) for runner in self.runners}
-        results = {name: runs[0].results for name, runs in self.runs.items()}
+        first = {name: runs[0].results for name, runs in self.runs.items()}  # of repeats
         prompts = len(self._prompts)
         self.conditions = conditions_of(base, self.pair, prompts, self._cut, repeats)
         if base.get("record"):
-            self._write_record(results[self.runners[0].name])
+            self._write_record(first[self.runners[0].name])
         if self.pair.tokenizer is not None:
             decode = partial(decoded, tokenizer=self.pair.tokenizer)
-            ends = {
-                k: {r.id: token_ends(r.output, decode) for r in of} for k, of in results.items()
-            }
+            ends = {k: {r.id: token_ends(r.output, decode) for r in of} for k, of in first.items()}
             write_json(self._folder / ENDS_FILE, ends)
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
