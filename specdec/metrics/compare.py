@@ -137,12 +137,8 @@ def paired_phases(runs: Sequence[Run], ar_runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def decode_phases(runs: Sequence[Run]) -> pd.DataFrame:
-    rows = [
-        (repeat, result.id, phase.tokens, phase.seconds)
-        for repeat, run in enumerate(runs)
-        for result in run.results
-        for phase in [decode_phase(result)]
-    ]
+    phases = [(at, r.id, decode_phase(r)) for at, run in enumerate(runs) for r in run.results]
+    rows = [(repeat, prompt, phase.tokens, phase.seconds) for repeat, prompt, phase in phases]
     table = pd.DataFrame(rows, columns=["repeat", "id", "tokens", "seconds"])
     return table.set_index(["repeat", "id"]).astype(float)
 
@@ -152,7 +148,7 @@ def prompt_speedups(runs: Sequence[Run], ar_runs: Sequence[Run]) -> npt.NDArray[
 
 
 def speed_ratio_interval(
-    results: Sequence[RequestResult], ar_results: Sequence[RequestResult], num_resamples: int = 2000
+    results: Sequence[RequestResult], ar_results: Sequence[RequestResult]
 ) -> list[float] | None:
     """Returns the 95 % bootstrap interval, over prompts, of the ratio of decode speeds to ``ar``;
     the repeats of a prompt are pooled. None for fewer than two prompts or without times.
@@ -161,7 +157,7 @@ def speed_ratio_interval(
         decode_phases([Run(tuple(of), RunTotals())]).groupby("id").sum()
         for of in (results, ar_results)
     )
-    return _interval(ours.join(plain.add_prefix("ar_"), how="inner"), _pooled_ratio, num_resamples)
+    return _interval(ours.join(plain.add_prefix("ar_"), how="inner"), _pooled_ratio)
 
 
 def _ratios(table: pd.DataFrame) -> pd.Series:
@@ -176,9 +172,7 @@ def _pooled_ratio(*columns: npt.NDArray[np.float64], axis: int = -1) -> Any:
         return tokens / seconds / (ar_tokens / ar_seconds)
 
 
-def _interval(
-    table: pd.DataFrame, statistic: Callable[..., Any], num_resamples: int = 2000
-) -> list[float] | None:
+def _interval(table: pd.DataFrame, statistic: Callable[..., Any]) -> list[float] | None:
     """Bootstraps a 95 % interval of ``statistic`` (of the columns) over rows; None if undefined."""
     from scipy.stats import bootstrap  # takes most of a second to import
 
@@ -190,7 +184,7 @@ def _interval(
         paired=True,
         vectorized=True,
         method="percentile",
-        n_resamples=num_resamples,
+        n_resamples=2000,
         rng=np.random.default_rng(0),
     ).confidence_interval
     return [float(end) for end in interval] if np.isfinite([*interval]).all() else None

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from typing import Any
 
 from specdec.types import Batch
@@ -14,7 +13,7 @@ def total(values: Sequence[Any]) -> Any:
     if any(value is None for value in values):
         return None
     if isinstance(values[0], list):
-        return list(chain.from_iterable(values))
+        return [item for value in values for item in value]
     if not isinstance(values[0], dict):
         return sum(values)
     keys = dict.fromkeys(key for value in values for key in value)

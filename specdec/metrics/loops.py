@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 NGRAM = 8
 
@@ -14,9 +15,7 @@ def repeated_ngrams(tokens: Sequence[int], n: int = NGRAM) -> npt.NDArray[np.boo
     repeated = np.zeros(len(row), np.bool_)
     if len(row) >= n:
         grams = np.lib.stride_tricks.sliding_window_view(row, n)
-        _, first = np.unique(grams, axis=0, return_index=True)
-        repeated[n - 1 :] = True
-        repeated[n - 1 + first] = False
+        repeated[n - 1 :] = pd.DataFrame(grams).duplicated()
     return repeated
 
 

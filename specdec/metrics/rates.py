@@ -1,7 +1,7 @@
 """Derives rates from raw counts; a rate with no denominator, or that does not apply, is None."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,21 +117,18 @@ def judged(counters: RequestCounters, totals: RunTotals) -> tuple[int, int]:
 
 def drafted_by_position(results: Sequence[RequestResult]) -> dict[int, float]:
     """Maps each bucket's first position to the share of its tokens that a source proposed."""
-    return _drafted_by(results, lambda _, at: at // POSITION_BUCKET * POSITION_BUCKET)
+    buckets = [np.arange(len(r.origins)) // POSITION_BUCKET * POSITION_BUCKET for r in results]
+    return _drafted_by(results, buckets)
 
 
 def drafted_by_context(results: Sequence[RequestResult]) -> dict[int, float]:
     """Maps the (exclusive) end of each bucket of context lengths to its share of drafted tokens."""
+    contexts = [r.num_prompt + np.arange(len(r.origins)) for r in results]
     # frexp returns the number of bits of an integer.
-    return _drafted_by(
-        results, lambda r, at: np.maximum(LEAST_CONTEXT, 1 << np.frexp(r.num_prompt + at)[1])
-    )
+    return _drafted_by(results, [np.maximum(LEAST_CONTEXT, 1 << np.frexp(c)[1]) for c in contexts])
 
 
-def _drafted_by(
-    results: Sequence[RequestResult], bucket_of: Callable[[RequestResult, IntArray], IntArray]
-) -> dict[int, float]:
-    buckets = [bucket_of(r, np.arange(len(r.origins))) for r in results]
+def _drafted_by(results: Sequence[RequestResult], buckets: Sequence[IntArray]) -> dict[int, float]:
     drafted = pd.Series([origin >= 0 for r in results for origin in r.origins], dtype=float)
     return drafted.groupby(np.concatenate([np.zeros(0, int), *buckets])).mean().to_dict()
 

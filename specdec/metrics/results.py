@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -29,16 +28,6 @@ class RequestResult:
     def __post_init__(self) -> None:
         lengths = {len(self.output), len(self.origins), len(self.emitted_s)}
         assert len(lengths) == 1, f"request {self.id}: token, origin and time counts {lengths}"
-
-    def to_json(self) -> dict[str, Any]:
-        # Not asdict, which makes other counters of a Counter in Python 3.11.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        counters = {f.name: getattr(self.counters, f.name) for f in fields(self.counters)}
-        for name, count in counters.items():
-            if isinstance(count, Counter):
-                counters[name] = {str(k): v for k, v in sorted(count.items())}
-        times = [round(t, 7) for t in self.emitted_s]  # to 0.1 microseconds
-        return values | {"emitted_s": times, "counters": counters}
 
 
 @dataclass(slots=True, kw_only=True)

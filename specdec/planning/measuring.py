@@ -144,8 +144,6 @@ def measured_here(
     fields = {"by_batch": by_batch, "note": "measured here"}
     on_gpu = torch.device(pair.device).type == "cuda"
     memory = torch.cuda.mem_get_info(pair.device)[1] if on_gpu else host_memory()
-    if memory is None:
-        return fields
     config, weights = pair.target.config.get_text_config(), pair.weight_bytes
     heads = config_value(config, "num_key_value_heads", config.num_attention_heads)
     layer_bytes = 2 * heads * head_size(config) * DTYPES[str(pair.dtype)].itemsize

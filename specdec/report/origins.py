@@ -4,15 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
-from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from specdec.files import write_json
 from specdec.metrics.results import RequestResult
-from specdec.report.results import ENDS_FILE
 
 PALETTE = ("#d9e7f7", "#fbdfae", "#cfe8c6", "#f3cfe3", "#d8d0f0", "#c9e6e6")
 """Background colours of sources 0, 1, ...; tokens of the target have none."""
@@ -42,18 +38,6 @@ def token_ends(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) ->
     return ends
 
 
-def write_token_ends(
-    folder: Path,
-    results: Mapping[str, Iterable[RequestResult]],
-    decode: Callable[[Sequence[int]], str],
-) -> None:
-    ends = {
-        strategy: {result.id: token_ends(result.output, decode) for result in outputs}
-        for strategy, outputs in results.items()
-    }
-    write_json(folder / ENDS_FILE, ends)
-
-
 def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]:
     """Splits the output text into runs of tokens that the same source proposed. ``ends`` has the
     end of each token's text (``token_ends``); without it, each token is printed as ``#<id>``.
@@ -64,7 +48,7 @@ def pieces(result: RequestResult, ends: Sequence[int] | None) -> list[TextPiece]
         bounds = [0, *(min(end, len(result.text)) for end in ends)]
         bounds[-1] = len(result.text)
         texts = [result.text[a:b] for a, b in pairwise(bounds)]
-    runs = groupby(map(TextPiece, texts, result.origins), key=itemgetter(1))
+    runs = groupby(map(TextPiece, texts, result.origins), key=lambda piece: piece.origin)
     return [TextPiece("".join(piece.text for piece in run), origin) for origin, run in runs]
 
 

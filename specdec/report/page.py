@@ -18,16 +18,8 @@ from specdec.metrics import comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report import plots, tables
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
-from specdec.report.results import (
-    Result,
-    baseline_of,
-    read,
-    read_json,
-    row_name,
-    styles_of,
-    swept_values,
-)
-from specdec.report.styles import row_styles
+from specdec.report.results import Result, baseline_of, read, read_json, row_name, swept_values
+from specdec.report.styles import Style, row_styles
 from specdec.report.traces import rejections_png, timeline_png
 from specdec.trace import files as traced
 
@@ -48,13 +40,17 @@ _RANKED = ("lossless", "tokens/s", "vs ar", "TTFT ms", "accept len", "runtime")
 @dataclass(frozen=True, slots=True)
 class ResultsReport:
     folder: Path
-    results: tuple[Result, ...]  # one per strategy and run folder, with its baseline
-    rows: tuple[Mapping[str, Any], ...]  # from ``tables.shown_rows``, one per complete result
+    results: Sequence[Result]  # one per strategy and run folder, with its baseline
+    rows: Sequence[Mapping[str, Any]]  # from ``tables.shown_rows``, one per complete result
     conditions: Mapping[str, Any]  # see ``_shared``
 
     @property
     def complete(self) -> list[Result]:
         return [result for result in self.results if result.summary is not None]
+
+    @property
+    def styles(self) -> dict[str, Style]:
+        return row_styles({result.name: result.strategy for result in self.results})
 
 
 def load_report(folder: str | Path) -> ResultsReport:
@@ -64,16 +60,10 @@ def load_report(folder: str | Path) -> ResultsReport:
         found = [replace(result, name=name) for result, name in zip(found, names, strict=True)]
     if not any(result.records for result in found):
         raise UserError(f"{folder}: no prompt has finished yet; there is nothing to report")
-    results = []
-    for result in found:
-        baseline = baseline_of(result, found)
-        plain = [] if baseline is None else baseline.runs
-        results.append(replace(result, plain=plain if len(plain) == len(result.runs) else []))
+    results = [replace(result, plain=baseline_of(result, found)) for result in found]
     conditions = _shared([result.conditions for result in results if result.conditions])
     rows = [_row(result, result.summary) for result in results if result.summary is not None]
-    return ResultsReport(
-        Path(folder), tuple(results), tuple(tables.shown_rows(rows, conditions)), conditions
-    )
+    return ResultsReport(Path(folder), results, tables.shown_rows(rows, conditions), conditions)
 
 
 def _shared(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,23 +91,17 @@ def _row(result: Result, summary: Mapping[str, Any]) -> Mapping[str, Any]:
 def write_page(report: ResultsReport, *, num_texts: int = 4) -> list[Path]:
     results = [result for result in report.results if result.records]
     timeline, trees = _trace(report)
-    drawn: dict[str, bytes | None] = {
-        "prompts": _comparison(report),
-        **plots.progress_pngs(results, report.conditions),
-        **timeline,
-    }
+    drawn: dict[str, bytes | None] = {}
+    if complete := report.complete:
+        points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in complete]
+        styles = [report.styles[result.name] for result in complete]
+        drawn["prompts"] = plots.comparison_png(report.rows, report.conditions, styles, points)
+    drawn |= plots.progress_pngs(results, report.conditions) | timeline
     pictures = {name: data for name, data in drawn.items() if data is not None}
     folder = report.folder / "pictures"
     paths = [write_bytes(folder / f"{name}.png", data) for name, data in pictures.items()]
     page = _page(report, pictures, trees, num_texts)
     return [write_text(report.folder / "report.html", page), *paths]
-
-
-def _comparison(report: ResultsReport) -> bytes | None:
-    styles, drawn = styles_of(report.results), report.complete
-    points = [prompt_speedups(r.runs, r.plain if r.strategy != "ar" else ()) for r in drawn]
-    own = [styles[result.name] for result in drawn]
-    return plots.comparison_png(report.rows, report.conditions, own, points) if drawn else None
 
 
 def _trace(report: ResultsReport) -> tuple[dict[str, bytes | None], dict[str, Any]]:
@@ -146,7 +130,7 @@ def _page(
     jobs = read_json(path, object) or []
     if not (isinstance(jobs, list) and all(isinstance(j, dict) and "status" in j for j in jobs)):
         raise UserError(f"{path} is damaged (it is no list of jobs): delete it, or run it again")
-    styles = styles_of(results)
+    styles = report.styles
     colors = list(dict.fromkeys(style.color for style in styles.values()))
     provenance: dict[Path, str] = {}  # run folder -> its configuration and provenance, as YAML
     for result in results:
@@ -211,9 +195,8 @@ def _swept_png(report: ResultsReport) -> bytes | None:
         plots.tidy(ax, xlabel=key, ylabel=figures[name])
         ax.set_ylim(0, 1.1 * table[name].max())
         ax.locator_params(axis="x", integer=whole)
-    return plots.png(
-        figure, f"Sweep over {key}", report.conditions, axes if {*labels} != {"all"} else ()
-    )
+    legend = axes if {*labels} != {"all"} else ()
+    return plots.png(figure, f"Sweep over {key}", report.conditions, legend)
 
 
 def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:
@@ -233,10 +216,9 @@ def write_leaderboard(folders: Iterable[str | Path], path: Path) -> Path:
         rows[:] = [({**row, "fastest": row is best}, link) for row, link in rows]
         rows.sort(key=lambda found: -(found[0].get("speedup_wall") or 0.0))
     columns = [column for column in tables.COLUMNS if column.heading in _RANKED]
-    page = traced.html_template("specdec.report", "leaderboard.html")
-    return write_text(
-        path, page.render(tables=ranked, columns=columns, name=tables.COLUMNS[0].cell)
-    )
+    template = traced.html_template("specdec.report", "leaderboard.html")
+    page = template.render(tables=ranked, columns=columns, name=tables.COLUMNS[0].cell)
+    return write_text(path, page)
 
 
 def _ranking_title(result: Result) -> str:

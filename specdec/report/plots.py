@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -11,17 +11,16 @@ import numpy as np
 import pandas as pd
 
 from specdec.metrics.rates import POSITION_BUCKET, drafted_by_position
+from specdec.metrics.results import RequestResult
 from specdec.metrics.times import all_gaps, decode_phase
-from specdec.report.results import Result, styles_of
-from specdec.report.styles import Style
+from specdec.report.results import Result
+from specdec.report.styles import Style, row_styles
 from specdec.report.tables import NONE, Row, is_lossy, lossless_label, percent, shown_rows, title_of
 from specdec.types import FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from specdec.metrics.results import RequestResult
 
 BAD = "#b00020"
 _RATE_TOKENS = 16  # tokens per point of a rate
@@ -103,18 +102,15 @@ def run_png(result: Result) -> bytes:
 
 def progress_pngs(results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, bytes]:
     """Plots throughput and acceptance of several results; returns the pictures by name."""
-
-    def drawn(draw: Callable[..., None], title: str) -> bytes:
-        figure = figure_of(11.0, 4.0)
-        axes = figure.subplots(1, 2)
-        draw(*axes, results)
-        return png(figure, title, conditions, legend=axes)
-
     by_depth = f"Acceptance by depth (hollow: fewer than {_FEW_JUDGED} judged) and by position"
-    return {
-        "throughput": drawn(_throughput, "Throughput"),
-        "acceptance": drawn(_acceptance, by_depth),
-    }
+    draws = {"throughput": (_throughput, "Throughput"), "acceptance": (_acceptance, by_depth)}
+    pictures = {}
+    for name, (draw, title) in draws.items():
+        figure = figure_of(11.0, 4.0)
+        left, right = figure.subplots(1, 2)
+        draw(left, right, results)
+        pictures[name] = png(figure, title, conditions, legend=(left, right))
+    return pictures
 
 
 def _acceptance(depth: Axes, position: Axes, results: Sequence[Result]) -> None:
@@ -175,11 +171,10 @@ def _drawn(
     results: Sequence[Result], *, plain: bool = True
 ) -> Iterator[tuple[Result, dict[str, Any]]]:
     """Yields the results to draw, with arguments of ``Axes.plot``; ``ar`` only if ``plain``."""
-    styles = styles_of(results)
+    styles = row_styles({result.name: result.strategy for result in results})
     for result in results[:MAX_CURVES]:
         if plain or result.strategy != "ar":
-            line = {"label": result.name, "ms": 3, "lw": 1.3}
-            yield result, {**styles[result.name].line(), **line}
+            yield result, styles[result.name].line() | {"label": result.name, "ms": 3, "lw": 1.3}
 
 
 def _by_position(ax: Axes, bucket: int, ylabel: str, ylim: Any) -> None:
@@ -207,23 +202,21 @@ def figure_of(width: float, height: float, dpi: int = 150) -> Figure:
 
 def png(
     figure: Figure,
-    title: str = "",
+    title: str,
     conditions: Mapping[str, Any] | None = None,
     legend: Iterable[Axes] = (),
 ) -> bytes:
     """Adds a title, a line of conditions and a legend of some axes; returns the figure as PNG."""
     width = int(13 * figure.get_figwidth())  # characters
-    lines = [title, *([fill(title_of(conditions), width)] if conditions else [])]
-    if text := "\n".join(filter(None, lines)):
-        figure.suptitle(text, fontsize=9, x=0.01, ha="left", parse_math=False)
+    text = f"{title}\n{fill(title_of(conditions), width)}" if conditions else title
+    figure.suptitle(text, fontsize=9, x=0.01, ha="left", parse_math=False)
     handles: dict[str, Any] = {}
     for ax in legend:
         drawn, labels = ax.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
     if handles:
-        wide = max(1, int(width / (max(map(len, handles)) + 5)))  # entries side by side
-        ncols = min(6, len(handles), wide)
-        style: dict[str, Any] = {"ncols": ncols, "fontsize": 8, "frameon": False}
+        side_by_side = min(6, len(handles), int(width / (max(map(len, handles)) + 5)))
+        style: dict[str, Any] = {"fontsize": 8, "frameon": False, "ncols": max(1, side_by_side)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", **style)
     stream = BytesIO()
     figure.savefig(stream, format="png")

@@ -41,7 +41,7 @@ def provenance(
         "git": _git_state(),
         "versions": versions,
         "hardware": _hardware(),
-        **{key: _without_paths(plain(value)) for key, value in (extra or {}).items()},
+        **_without_paths(plain(extra or {})),
     }
 
 
@@ -57,7 +57,7 @@ def cpu_info() -> str:
 
 
 def _hardware() -> dict[str, Any]:
-    memory, torch = host_memory(), sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     cpu = re.search(r"^model name\s*:\s*(.+)$", cpu_info(), re.MULTILINE)
     facts: dict[str, Any] = {
         "machine": platform.machine(),
@@ -65,7 +65,7 @@ def _hardware() -> dict[str, Any]:
         "cpu": cpu[1].strip() if cpu else platform.processor(),
         "cores": usable_cpus(),
         "logical_cpus": os.cpu_count(),
-        "memory_gib": None if memory is None else round(memory / 2**30, 1),
+        "memory_gib": round(host_memory() / 2**30, 1),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
     if torch is not None:
@@ -79,11 +79,9 @@ def usable_cpus() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def host_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
+def host_memory() -> int:
+    """Returns the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _git_state() -> dict[str, Any] | None:
@@ -121,12 +119,11 @@ def redact(part: str) -> str:
     return redacted
 
 
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, str):
-        return redact(value)
+def _without_paths(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _without_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, str):
         return value
-    secret = {k for k, v in value.items() if _SECRET_KEY.search(k) and isinstance(v, str)}
-    return {k: "<redacted>" if k in secret else _without_paths(v) for k, v in value.items()}
+    return "<redacted>" if _SECRET_KEY.search(key) else redact(value)

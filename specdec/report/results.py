@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from specdec.files import flatten, parse_json, parse_yaml, plain
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
-from specdec.report.styles import Style, row_styles
 
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
@@ -68,11 +67,12 @@ class RequestWriter(AbstractContextManager["RequestWriter"]):
         result, totals = record.result, record.totals
         if totals is not None:
             self.records[record.strategy, record.repeat, result.id] = record
-        line = {name: getattr(record, name) for name in ("strategy", "repeat", "prompt")}
-        line |= result.to_json()
+        values = _RECORD.dump_python(record, warnings=False)
+        line = {name: values[name] for name in ("strategy", "repeat", "prompt")}
+        line |= values["result"] | {"emitted_s": [round(t, 7) for t in result.emitted_s]}
         if record.category:
             line["category"] = record.category
-        line["totals"] = None if totals is None else asdict(totals)
+        line["totals"] = values["totals"]
         # Counts are the same in every repeat; readers of such objects add them up.
         if totals is not None and (record.strategy, result.id) not in self._stated:
             self._stated.add((record.strategy, result.id))
@@ -163,18 +163,13 @@ def read(folder: str | Path) -> list[Result]:
     if not base.is_dir():
         raise UserError(f"{base} is not a folder: name the output_dir of a run")
     files = (SUMMARY_FILE, COMPARISON_FILE, REQUESTS_FILE)
-    folders = [
-        config.parent
-        for config in sorted(base.rglob(CONFIG_FILE), key=_in_number_order)
-        if any((config.parent / name).is_file() for name in files)
-    ]
+    folders = [path.parent for path in sorted(base.rglob(CONFIG_FILE), key=_in_number_order)]
+    folders = [path for path in folders if any((path / name).is_file() for name in files)]
     if not folders:
         raise UserError(
             f"{base} holds no results: name the output_dir of specdec run, run -m or compare"
         )
-    return [
-        r for path in folders for r in _read_folder(path, "/".join(path.relative_to(base).parts))
-    ]
+    return [result for path in folders for result in _read_folder(path, base)]
 
 
 def _in_number_order(path: Path) -> list[tuple[int, str]]:
@@ -195,20 +190,17 @@ def row_name(values: Mapping[str, str]) -> str:
     return ", ".join(values[key] if key == "strategy" else text for key, text in texts.items())
 
 
-def baseline_of(result: Result, results: Iterable[Result]) -> Result | None:
-    """Finds the ``ar`` result of the same comparison, or with equal ``_SHARED`` configuration."""
+def baseline_of(result: Result, results: Iterable[Result]) -> list[Run]:
+    """Returns the runs of ``ar`` in the same comparison, or with equal ``_SHARED`` configuration;
+    [] without such a result, or if it has another number of repeats.
+    """
     compared = "speedup_wall" in (result.summary or {})
     for other in results:
         shared = (other.config.get(k) == result.config.get(k) for k in _SHARED)
         fits = other.folder == result.folder if compared else all(shared)
         if fits and other.strategy == "ar" and other.records:
-            return other
-    return None
-
-
-def styles_of(results: Iterable[Result]) -> dict[str, Style]:
-    """Maps the results' names to styles, which are the same in all plots."""
-    return row_styles({result.name: result.strategy for result in results})
+            return other.runs if len(other.runs) == len(result.runs) else []
+    return []
 
 
 Source = str | Path | Result  # A folder for ``read``, or a ``Result`` (of ``specdec.compare``)
@@ -236,9 +228,26 @@ def frame(*sources: Source) -> DataFrame:
 def prompt_frame(*sources: Source) -> DataFrame:
     """Returns a pandas frame with one row per finished prompt and repeat.
 
-    Columns: ``folder``, ``name``, ``strategy``, ``repeat``, and those of ``prompt_metrics``.
+    Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt`` (its id), its text, metrics
+    and raw counts; ``acceptance_length``: emitted or cut-off tokens per answer.
     """
-    return DataFrame([{**head, **prompt_metrics(r)} for r, head in _prompts(sources)])
+    rows = []
+    for result, head in _prompts(sources):
+        c, phase, count = result.counters, decode_phase(result), len(result.output)
+        row = {
+            "prompt": result.id,
+            "num_prompt": result.num_prompt,
+            "new_tokens": count,
+            "finish_reason": result.finish_reason,
+            "tokens_per_s": phase.tokens / phase.seconds if phase.seconds > 0 else None,
+            "ttft_ms": (result.emitted_s[0] - result.admitted_s) * 1e3 if count else None,
+            "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
+            "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
+            **{name: getattr(c, name) for name in _COUNTS},
+            "text": result.text,
+        }
+        rows.append(head | row)
+    return DataFrame(rows)
 
 
 def token_frame(*sources: Source) -> DataFrame:
@@ -248,40 +257,17 @@ def token_frame(*sources: Source) -> DataFrame:
     generated token), ``token``, ``origin`` (index of the source that proposed it, -1 the target),
     ``emitted_s`` (since the prompt was admitted).
     """
-    frames = [
-        DataFrame(
-            {
-                **head,
-                "prompt": r.id,
-                "position": range(len(r.output)),
-                "token": r.output,
-                "origin": r.origins,
-                "emitted_s": np.asarray(r.emitted_s) - r.admitted_s,
-            }
-        )
-        for r, head in _prompts(sources)
-    ]
+    frames = []
+    for result, head in _prompts(sources):
+        tokens = {"position": range(len(result.output)), "token": result.output}
+        times_s = np.asarray(result.emitted_s) - result.admitted_s
+        own = {"prompt": result.id, **tokens, "origin": result.origins, "emitted_s": times_s}
+        frames.append(DataFrame(head | own))
     return concat(frames, ignore_index=True) if frames else DataFrame()
 
 
-def prompt_metrics(result: RequestResult) -> dict[str, Any]:
-    """Returns one prompt's metrics; ``acceptance_length``: emitted or cut-off tokens per answer."""
-    c, phase, count = result.counters, decode_phase(result), len(result.output)
-    return {
-        "prompt": result.id,
-        "num_prompt": result.num_prompt,
-        "new_tokens": count,
-        "finish_reason": result.finish_reason,
-        "tokens_per_s": phase.tokens / phase.seconds if phase.seconds > 0 else None,
-        "ttft_ms": (result.emitted_s[0] - result.admitted_s) * 1e3 if count else None,
-        "acceptance_length": (count + c.cut_tokens) / c.answers if c.answers else None,
-        "drafted_share": sum(o >= 0 for o in result.origins) / count if count else None,
-        **{name: getattr(c, name) for name in _COUNTS},
-        "text": result.text,
-    }
-
-
-def _read_folder(folder: Path, name: str) -> list[Result]:
+def _read_folder(folder: Path, base: Path) -> list[Result]:
+    name = "/".join(folder.relative_to(base).parts)
     try:
         config = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         records = read_requests(folder / REQUESTS_FILE)

@@ -20,24 +20,25 @@ from specdec.data.prompt import TURN_IDS
 from specdec.data.sets import TASKS
 from specdec.files import write_text
 from specdec.metrics.rates import acceptance_keys
-from specdec.metrics.results import RequestResult
+from specdec.metrics.results import RequestResult, Run
 
 Answer = dict[str, Any]
 _TASK_OF = {category: task for task, categories in TASKS.items() for category in categories}
 
 
-def answers_of(
-    prompts: Mapping[int, Prompt], repeats: Sequence[Sequence[RequestResult]], strategy: str
+def write_answers(
+    folder: Path, strategy: str, prompts: Mapping[int, Prompt], runs: Sequence[Run]
 ) -> list[Answer]:
-    """Builds a strategy's answers, one per question: a choice per repeat, with a request per turn.
+    """Writes a strategy's answers, one per question, to ``model_answer/``, and returns them.
 
-    ``wall_time`` is from admission to the last token. Prompts without ``question_id`` are omitted.
+    An answer has a choice per repeat, with a request per turn; ``wall_time`` is from admission to
+    the last token. Prompts without ``question_id`` are omitted; without answers no file is written.
     """
-    turns: list[dict[int, list[RequestResult]]] = [{} for _ in repeats]
-    for questions, results in zip(turns, repeats, strict=True):
-        for result in sorted(results, key=lambda r: r.id):
+    turns: list[dict[int, list[RequestResult]]] = [{} for _ in runs]
+    for questions, run in zip(turns, runs, strict=True):
+        for result in sorted(run.results, key=lambda r: r.id):
             questions.setdefault(result.id % TURN_IDS, []).append(result)
-    return [
+    answers = [
         {
             "question_id": prompt.question_id,
             "category": prompt.category,
@@ -49,6 +50,10 @@ def answers_of(
         for at, prompt in prompts.items()
         if prompt.question_id is not None and all(at in questions for questions in turns)
     ]
+    if answers:
+        text = "".join(json.dumps(answer) + "\n" for answer in answers)
+        write_text(folder / "model_answer" / f"{strategy}.jsonl", text)
+    return answers
 
 
 def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
@@ -69,12 +74,6 @@ def _choice(index: int, turns: Sequence[RequestResult]) -> dict[str, Any]:
     }
 
 
-def write_answers(folder: Path, strategy: str, answers: Sequence[Answer]) -> None:
-    if answers:
-        text = "".join(json.dumps(answer) + "\n" for answer in answers)
-        write_text(folder / "model_answer" / f"{strategy}.jsonl", text)
-
-
 def by_category(
     answers: Sequence[Answer], baseline: Sequence[Answer] | None
 ) -> dict[str, dict[str, Any]]:
@@ -92,23 +91,21 @@ def by_category(
 
 
 def _table(answers: Sequence[Answer]) -> pd.DataFrame:
-    rows = []
-    for answer in answers:
-        question, category = answer["question_id"], answer["category"]
-        # SPEED-Bench, whose ids are text, has categories of the names of Spec-Bench's tasks.
-        task = category if isinstance(question, str) else _TASK_OF.get(category, category)
-        for choice in answer["choices"] if category else ():
-            speed = sum(choice["new_tokens"]) / max(sum(choice["wall_time"]), 1e-9)
-            drafts = choice["draft_tokens"], choice["spec_tokens"]
-            rows.append((question, choice["index"], task, speed, choice["accept_lengths"], *drafts))
-    columns = ["question", "repeat", "task", "speed", "lengths", "draft_tokens", "spec_tokens"]
-    return pd.DataFrame(rows, columns=columns).set_index(["question", "repeat"])
+    counted = [answer for answer in answers if answer["category"]]
+    if not counted:
+        return pd.DataFrame(columns=["speed"])
+    table = pd.json_normalize(counted, "choices", ["question_id", "category"])
+    table["speed"] = table["new_tokens"].map(sum) / table["wall_time"].map(sum).clip(lower=1e-9)
+    # SPEED-Bench, whose ids are text, has categories of the names of Spec-Bench's tasks.
+    named = table["question_id"].map(lambda question: isinstance(question, str))
+    table["task"] = table["category"].where(named, table["category"].replace(_TASK_OF))
+    return table.set_index(["question_id", "index"])
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
-    speeds = group.groupby("repeat")[["speed", "ar_speed"]].mean()
-    first = group.xs(0, level="repeat")
-    lengths = first["lengths"]
+    speeds = group.groupby("index")[["speed", "ar_speed"]].mean()
+    first = group.xs(0, level="index")
+    lengths = first["accept_lengths"]
     accepted = lengths.explode().dropna()
     steps = Counter(accepted.astype(int).clip(lower=1).tolist())
     means = [sum(steps) / len(steps) for steps in lengths if len(steps)]

@@ -1,6 +1,4 @@
-"""Comparison tables for the terminal and in Markdown, with the same columns, and the lines below
-them: notes on the rows, and advice on what to run next.
-"""
+"""Comparison tables for the terminal and in Markdown, notes on rows, advice on what to run next."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,14 +174,13 @@ def print_table(
 
 
 def _print_blocks(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
-    first, *others = columns
     longest = {c: max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns}
-    blocks = [[first]]
-    for column in others:  # of padding two characters, and one between columns
-        width = 2 + sum(longest[c] + 3 for c in (*blocks[-1], column))
-        if console.is_terminal and console.width < width and len(blocks[-1]) > 1:
-            blocks.append([first])
+    blocks = [[columns[0]]]
+    for column in columns[1:]:  # of padding two characters, and one between columns
         blocks[-1].append(column)
+        width = 2 + sum(longest[c] + 3 for c in blocks[-1])
+        if console.is_terminal and console.width < width and len(blocks[-1]) > 2:
+            blocks.append([columns[0], blocks[-1].pop()])
     for block in blocks:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
         for c in block:
@@ -219,9 +216,7 @@ def _inline(value: Any) -> str:
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    notes = []
-    if any(row.get("fastest") for row in rows):
-        notes.append("*: the fastest lossless row.")
+    notes = ["*: the fastest lossless row."] if any(row.get("fastest") for row in rows) else []
     for row in rows:
         for token in (row.get("differing") or ())[:3]:
             text = "prompt {id}, token {position}: {token} instead of {ar_token}"

@@ -127,12 +127,8 @@ def _panel(ax: Axes, bars: pd.DataFrame, steps: tuple[int, int], misses: list[in
 
 def judgements(trees: Mapping[str, Any]) -> pd.DataFrame:
     """Returns a row per decided token: fields of ``Judgement``, ``reason``, and ``bin`` of rank."""
-    rows = [
-        row
-        for request in trees["requests"]
-        for step in request["steps"]
-        for row in (step["commit"] or {}).get("judged", ())
-    ]
+    steps = (step for request in trees["requests"] for step in request["steps"])
+    rows = [row for step in steps for row in (step["commit"] or {}).get("judged", ())]
     table = pd.DataFrame(rows, columns=[*Judgement._fields])
     cases = [table["in_tree"] == True, table["candidates"] == 0, table["rank"] == 0]  # noqa: E712
     table["reason"] = np.select(cases, [_ACCEPTED, _NO_PROPOSAL, _NO_CANDIDATE], _NO_ROOM)
@@ -153,9 +149,7 @@ def rejection_metrics(trees: Mapping[str, Any]) -> dict[str, float]:
     return pd.concat([shares.rename(REASONS), means]).dropna().to_dict()
 
 
-def rejections_png(
-    trees: Mapping[str, Any], *, title: str = "Why draft tokens were rejected"
-) -> bytes | None:
+def rejections_png(trees: Mapping[str, Any], *, title: str) -> bytes | None:
     table = judgements(trees)
     if table.empty:
         return None

@@ -65,11 +65,10 @@ class CpuMeter:
         host; ``preemptions``; numbers of computing ``threads`` and usable ``cpus``; ``waits``.
         """
         threads, counts = self._read()
-        spent = [
-            (pid in self._pids, ran - before[0], waited - before[1])
-            for (pid, thread), (ran, waited) in threads.items()
-            for before in [self._threads.get((pid, thread), (0.0, 0.0))]
-        ]
+        spent = []
+        for (pid, thread), (ran, waited) in threads.items():
+            before = self._threads.get((pid, thread), (0.0, 0.0))
+            spent.append((pid in self._pids, ran - before[0], waited - before[1]))
         cpu: dict[str, Any] = difference(counts, self._counts)
         cpu["cpu_s"] += sum(ran for theirs, ran, _ in spent if theirs)
         busy_s = cpu.pop("busy_s")

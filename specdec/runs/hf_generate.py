@@ -98,7 +98,22 @@ class HFBaseline(OneByOne):
             self._models["draft"] = (self.draft, neutral)
         if not self.weight_bytes:
             self.weight_bytes = {k: num_bytes(model) for k, (model, _) in self._models.items()}
-        self._config = self._generation_config()
+        sampling, eos = self.sampling, sorted(self.stop.eos_ids)
+        names = () if sampling.greedy else ("temperature", "top_p", "top_k")
+        settings = {name: getattr(sampling, name) for name in names}
+        if sampling.no_repeat_ngram:
+            settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
+        if self.kind == "hf_prompt_lookup":
+            settings["prompt_lookup_num_tokens"] = self.options.prompt_lookup_num_tokens
+            settings["max_matching_ngram_size"] = self.options.max_matching_ngram
+        self._config = GenerationConfig(
+            max_new_tokens=self.stop.max_new_tokens,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            do_sample=not sampling.greedy,
+            use_cache=True,
+            **settings,
+        )
 
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]:
         tokens, request = prompt.tokens, self.new_request(prompt)
@@ -152,24 +167,6 @@ class HFBaseline(OneByOne):
             model_calls={name: len(logs[name].rows) for name in model_s},
         )
         return result_of(request, self.tokenizer), totals
-
-    def _generation_config(self) -> GenerationConfig:
-        sampling, options, eos = self.sampling, self.options, sorted(self.stop.eos_ids)
-        names = () if sampling.greedy else ("temperature", "top_p", "top_k")
-        settings = {name: getattr(sampling, name) for name in names}
-        if sampling.no_repeat_ngram:
-            settings["no_repeat_ngram_size"] = sampling.no_repeat_ngram
-        if self.kind == "hf_prompt_lookup":
-            settings["prompt_lookup_num_tokens"] = options.prompt_lookup_num_tokens
-            settings["max_matching_ngram_size"] = options.max_matching_ngram
-        return GenerationConfig(
-            max_new_tokens=self.stop.max_new_tokens,
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
-            do_sample=not sampling.greedy,
-            use_cache=True,
-            **settings,
-        )
 
 
 def baseline_of_transformers(

@@ -13,14 +13,7 @@ import torch
 from specdec.clocks import ClockKind
 from specdec.clocks.timed_runs import timed_run
 from specdec.compose.workbench import check_parts
-from specdec.data import (
-    Prompt,
-    Request,
-    data_provenance,
-    fit_prompt,
-    load_prompts,
-    prompt_tokens,
-)
+from specdec.data import Prompt, Request, data_provenance, fit_prompt, load_prompts, prompt_tokens
 from specdec.data.prompt import TURN_IDS
 from specdec.distributed.rank_groups import prepare_ranks, rank_logs_in
 from specdec.errors import UserError
@@ -29,11 +22,11 @@ from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summa
 from specdec.metrics.compare import prompt_speedups
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
-from specdec.report.origins import write_token_ends
+from specdec.report.origins import token_ends
 from specdec.report.plots import comparison_png, run_png
 from specdec.report.provenance import cpu_info, provenance
-from specdec.report.results import RequestRecord, RequestWriter, Result, runs_of
-from specdec.report.spec_bench import Answer, answers_of, by_category, write_answers
+from specdec.report.results import ENDS_FILE, RequestRecord, RequestWriter, Result, runs_of
+from specdec.report.spec_bench import Answer, by_category, write_answers
 from specdec.report.styles import row_styles
 from specdec.report.tables import advice_of, markdown_table, print_table
 from specdec.runs.cpu_times import CpuMeter, disturbance
@@ -75,19 +68,11 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         "claims": str(runner.claims),
         **summarise(run.results, run.totals),
         **decoding.further_metrics(runner, cfg),
-        "by_category": by_category(decoding.answers()[runner.name], None),
+        "by_category": by_category(decoding.write_answers()[runner.name], None),
     }
     _write_provenance(cfg, output_dir)
-    conditions = decoding.conditions
-    result = Result(
-        folder=output_dir,
-        name=runner.name,
-        strategy=runner.name,
-        config=cfg,
-        records=tuple(decoding.records.values()),
-        summary=summary,
-        conditions=conditions,
-    )
+    name, records, conditions = runner.name, tuple(decoding.records.values()), decoding.conditions
+    result = Result(output_dir, name, name, cfg, records, summary, conditions)
     write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
@@ -111,7 +96,7 @@ def compare_jobs(
     """
     decoding = _Decoding(cfgs, output_dir, progress, pair)
     decoding.decode(repeats)
-    conditions, runs, answers = decoding.conditions, decoding.runs, decoding.answers()
+    conditions, runs, answers = decoding.conditions, decoding.runs, decoding.write_answers()
     rows = [
         comparison_row(r.name, runs[r.name], runs.get("ar"), claims=r.claims)
         | decoding.further_metrics(r, cfg)
@@ -185,13 +170,15 @@ class _Decoding:
             for runner in self.runners:
                 runner.close()
         self.runs = {runner.name: runs_of(self._records_of(runner)) for runner in self.runners}
-        results = {name: runs[0].results for name, runs in self.runs.items()}
+        first = {name: runs[0].results for name, runs in self.runs.items()}  # of repeats
         prompts = len(self._prompts)
         self.conditions = conditions_of(base, self.pair, prompts, self._cut, repeats)
         if base.get("record"):
-            self._write_record(results[self.runners[0].name])
+            self._write_record(first[self.runners[0].name])
         if self.pair.tokenizer is not None:
-            write_token_ends(self._folder, results, partial(decoded, tokenizer=self.pair.tokenizer))
+            decode = partial(decoded, tokenizer=self.pair.tokenizer)
+            ends = {k: {r.id: token_ends(r.output, decode) for r in of} for k, of in first.items()}
+            write_json(self._folder / ENDS_FILE, ends)
         for runner in self.runners:
             for line in () if runner.parts is None else runner.parts.policy.notes():
                 progress.note(line)
@@ -270,13 +257,9 @@ class _Decoding:
         tokens, _ = _fitted(self._base, self.pair, prompt.source, label, answers)
         return [TokenPrompt(prompt.id + TURN_IDS, tokens, prompt.source)]
 
-    def answers(self) -> dict[str, list[Answer]]:
+    def write_answers(self) -> dict[str, list[Answer]]:
         prompts = {p.id: p.source for p in self._prompts if p.source is not None}
-        answers = {}
-        for name, runs in self.runs.items():
-            answers[name] = answers_of(prompts, [run.results for run in runs], name)
-            write_answers(self._folder, name, answers[name])
-        return answers
+        return {n: write_answers(self._folder, n, prompts, runs) for n, runs in self.runs.items()}
 
     def _write_record(self, results: Sequence[RequestResult]) -> None:
         """Writes record.npz, the draft's ranks of the outputs, by an uncounted pass per prompt."""
@@ -358,9 +341,8 @@ def _fitted(
     tokens = prompt_tokens(prompt, tokenizer, chat=data.get("chat", "auto"), answers=answers)
     bounds = (_room(cfg, pair), data.get("max_prompt_tokens"))
     longest = min((bound for bound in bounds if bound is not None), default=len(tokens))
-    return fit_prompt(
-        tokens, max_len=longest, truncation=data.get("truncation", "left"), label=label
-    )
+    truncation = data.get("truncation", "left")
+    return fit_prompt(tokens, max_len=longest, truncation=truncation, label=label)
 
 
 def _room(cfg: Mapping[str, Any], pair: ModelPair) -> int | None:
@@ -386,16 +368,13 @@ def warm_up(runner: Runner, cfg: Mapping[str, Any], prompts: Sequence[TokenPromp
 
 
 def stop_rules(cfg: Mapping[str, Any], pair: ModelPair) -> StopRules:
-    tokenizer = pair.tokenizer
-    strings = tuple(cfg.get("stop_strings") or ())
+    tokenizer, strings = pair.tokenizer, list(cfg.get("stop_strings") or ())
     if strings and tokenizer is None:
-        raise UserError(
-            f"stop_strings={list(strings)} need a tokenizer; use model=tiny or model=hf"
-        )
+        raise UserError(f"stop_strings={strings} need a tokenizer; use model=tiny or model=hf")
     return StopRules(
         max_new_tokens=int(cfg["max_new_tokens"]),
         eos_ids=frozenset() if cfg.get("ignore_eos") else pair.eos_ids,
-        stop_strings=strings,
+        stop_strings=tuple(strings),
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids))),
     )
 
@@ -410,9 +389,8 @@ def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
     clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
-    names = {}
-    for role in ("target", "draft"):  # of a path only its last folder is shown
-        path = models.get(role)
+    names = {role: models.get(role) for role in ("target", "draft")}
+    for role, path in names.items():  # of a path only its last folder is shown
         names[role] = Path(path).name if path and Path(path).expanduser().exists() else path
     conditions: dict[str, Any] = {
         "clock": clock.get("kind", "measured"),
@@ -434,8 +412,7 @@ def conditions_of(
     if getattr(pair.tokenizer, "chat_template", None) and cfg["data"].get("chat") != "never":
         conditions["chat_template"] = True
     if "profile" in clock and "_target_" not in clock:
-        conditions["clock_profile"] = clock["profile"]
-        conditions["clock_scale"] = clock["scale"]
+        conditions |= {"clock_profile": clock["profile"], "clock_scale": clock["scale"]}
     return conditions | pair.conditions()
 
 
@@ -449,10 +426,8 @@ def notes_on_models(cfgs: Sequence[Mapping[str, Any]], pair: ModelPair) -> list[
     if conditions := pair.conditions():
         # A replay has the data and sampling of its record, not the configuration's.
         about = {k: v for k, v in conditions.items() if isinstance(v, str) and k != "replay"}
-        shown = ", ".join(f"{key}={value}" for key, value in about.items())
-        notes.append(
-            f"model={pair.option} plays what was recorded: {shown or 'an acceptance trace'}"
-        )
+        shown = ", ".join(f"{key}={value}" for key, value in about.items()) or "an acceptance trace"
+        notes.append(f"model={pair.option} plays what was recorded: {shown}")
     flags = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}.get(str(pair.dtype), ())
     known = cpu_info() if flags and pair.device == "cpu" else ""
     if known and not any(flag in known for flag in flags):

@@ -126,12 +126,11 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
 
 
 def baseline_of_endpoint(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules) -> RivalBaseline:
-    strategy = cfg["strategy"]
+    name, options = cfg["strategy"]["name"], cfg["strategy"]["options"]
     if pair.tokenizer is None:
-        raise UserError(f"strategy={strategy['name']} needs a model with a tokenizer: model=tiny")
+        raise UserError(f"strategy={name} needs a model with a tokenizer: model=tiny")
     _refuse(cfg, stop)
-    options = EndpointOptions(**strategy["options"])
-    server = Endpoint(options, tokenizer=pair.tokenizer, eos_ids=stop.eos_ids)
+    server = Endpoint(EndpointOptions(**options), tokenizer=pair.tokenizer, eos_ids=stop.eos_ids)
     unknown = "the server does not say its file, quantisation, threads or quality"
     return RivalBaseline.of(cfg, pair, stop, server=server, runtime=server.version, caveat=unknown)
 

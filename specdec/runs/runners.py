@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -43,6 +42,8 @@ class TokenPrompt:
         )
 
 
+Prompts = Sequence[TokenPrompt]
+
 RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}  # backend -> program that runs its models
 TURN_S = 0.1  # long enough for some passes of a small model, so that few of them find cold caches
 
@@ -62,9 +63,7 @@ class Runner(ABC):
     pids: Sequence[int] | None = ()  # its other processes here; None if they cannot be read
 
     @abstractmethod
-    def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
-    ) -> RunTotals:
+    def run(self, prompts: Prompts, on_finish: OnFinish, book: Book | None = None) -> RunTotals:
         """Decodes prompts, up to ``batch_size`` at a time, and returns the totals of this call."""
 
     def close(self) -> None:  # noqa: B027 - most baselines hold nothing
@@ -123,9 +122,7 @@ class OneByOne(Runner):
     @abstractmethod
     def generate_one(self, prompt: TokenPrompt) -> tuple[RequestResult, RunTotals]: ...
 
-    def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
-    ) -> RunTotals:
+    def run(self, prompts: Prompts, on_finish: OnFinish, book: Book | None = None) -> RunTotals:
         parts: list[RunTotals] = []
         for prompt in prompts:
             result, totals = self.generate_one(prompt)
@@ -159,9 +156,7 @@ class PartsRunner(Runner):
         self._on_step, sampling = on_step, sampling_params(cfg["sampling"])
         self._new_request = new_request or (lambda own, at_s: own.request(stop, sampling, at_s))
 
-    def run(
-        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
-    ) -> RunTotals:
+    def run(self, prompts: Prompts, on_finish: OnFinish, book: Book | None = None) -> RunTotals:
         steps = self.in_steps(prompts, on_finish, book)
         while True:
             try:
@@ -170,7 +165,7 @@ class PartsRunner(Runner):
                 return end.value  # type: ignore[no-any-return]
 
     def in_steps(
-        self, prompts: Sequence[TokenPrompt], on_finish: OnFinish, book: Book | None = None
+        self, prompts: Prompts, on_finish: OnFinish, book: Book | None = None
     ) -> Generator[None, None, RunTotals]:
         state = self.parts.new_state()
         state.warm_up = self.warming_up
@@ -208,24 +203,18 @@ class PartsRunner(Runner):
         return RunTotals.merge(totals or [none])
 
     def steps(
-        self,
-        state: DecodeState,
-        prompts: Sequence[TokenPrompt],
-        on_finish: Callable[[RequestState], None],
+        self, state: DecodeState, prompts: Prompts, on_finish: Callable[[RequestState], None]
     ) -> Iterator[list[Commit]]:
         parts, serving = self.parts, self._cfg.get("serving") or {}
         if self.trace is not None:
             observed = ObservedExecutor(executor=parts.executor, trace=self.trace)
             parts = replace(parts, executor=observed)
-        arrivals = parts.clock.now() + arrival_times(
-            serving.get("arrivals", AT_ONCE),
-            len(prompts),
-            rate_per_s=serving.get("rate_per_s"),
-            seed=int(self._cfg["seed"]),
-        )
+        kind, rate = serving.get("arrivals", AT_ONCE), serving.get("rate_per_s")
+        arrivals = arrival_times(kind, len(prompts), rate_per_s=rate, seed=int(self._cfg["seed"]))
+        at_s = (parts.clock.now() + arrivals).tolist()
         return parts.decode(
             state,
-            [self._new_request(*pair) for pair in zip(prompts, arrivals.tolist(), strict=True)],
+            [self._new_request(*pair) for pair in zip(prompts, at_s, strict=True)],
             batch_size=int(self._cfg["batch_size"]),
             prefill_chunk=int(self._cfg["prefill_chunk"]),
             on_finish=on_finish,
@@ -236,7 +225,7 @@ class PartsRunner(Runner):
 
 
 def run_interleaved(
-    runners: Sequence[PartsRunner], prompts: Sequence[TokenPrompt]
+    runners: Sequence[PartsRunner], prompts: Prompts
 ) -> list[tuple[list[RequestResult], RunTotals]]:
     """Decodes the prompts with every runner, in turns of 0.1 s.
 
@@ -252,9 +241,9 @@ def run_interleaved(
     pairs = zip(runners, results, strict=True)
     steps = [runner.in_steps(prompts, found.append) for runner, found in pairs]
     paused: dict[int, float] = {}
-    waiting = deque(range(len(runners)))
+    waiting = [*range(len(runners))]
     while waiting:
-        at = waiting.popleft()
+        at = waiting.pop(0)
         clock, began = runners[at].parts.clock, perf_counter()
         assert isinstance(clock, MeasuredClock), "turns need a measured clock"
         clock.skip(began - paused.get(at, began))
@@ -369,9 +358,8 @@ def rank_counts(clock: Clock, executor: Executor) -> tuple[dict[str, Any], tuple
     """
     simulated, paced = (clock.kind is k for k in (ClockKind.SIMULATED, ClockKind.PACED))
     answers, shared = ((), ()) if simulated else (executor.reports(), executor.draft_reports())
-    workers, followers = (
-        [ClockReport.from_json(report["clock"]) for report in each] for each in (answers, shared)
-    )
+    workers = [ClockReport.from_json(answer["clock"]) for answer in answers]
+    followers = [ClockReport.from_json(answer["clock"]) for answer in shared]
     own = [clock.report()] if isinstance(clock, WallClock) else []
     reports = (*own, *workers, *followers)
     busy_s = {r.rank: r.busy_s for r in workers} if workers else None

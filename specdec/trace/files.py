@@ -40,15 +40,14 @@ def write_trace(
         places = {rank: rank for rank in range(1, (latency or 1) + 1)} if latency != 1 else {}
     head = {"clock": trace.clock.kind.value, "latency": latency}
     timeline = {
-        "traceEvents": chrome_events(trace.spans(), trace.trees.fed, places),
+        "traceEvents": chrome_events(trace.spans(), trace.fed, places),
         "displayTimeUnit": "ms",
         "otherData": {**head, "dropped_spans": trace.num_dropped},
     }
-    record = trace.trees
-    steps = (step for request in record.requests for step in request["steps"])
+    steps = (step for request in trace.requests for step in request["steps"])
     tokens = sorted({node[2] for step in steps for node in step["nodes"]})
     texts = {} if text is None else {str(token): text(token) for token in tokens}
-    trees = head | {"truncated": record.truncated, "text": texts, "requests": record.requests}
+    trees = head | {"truncated": trace.truncated, "text": texts, "requests": trace.requests}
     # Compact, because traces are large.
     form: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}
     for name, value in ((TIMELINE_FILE, timeline), (TREES_FILE, trees)):
@@ -65,9 +64,8 @@ def chrome_events(
         places: rank -> stage, from 1.
     """
     ranks = sorted({span.rank for span in spans})
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
-    ]
+    process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "specdec"}}
+    events: list[dict[str, Any]] = [process]
     for rank in ranks:
         what = "controller, draft" if places else "draft, target"
         if rank != CONTROLLER:  # a rank that has no stage is that of a source in the background

@@ -64,24 +64,6 @@ def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> 
 
 
 @dataclass(slots=True)
-class TreeRecord:
-    """How the trees grew, and what was submitted to the target.
-
-    ``requests`` has per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
-    first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the
-    step: id, parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers``
-    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids: the old root and the
-    accepted nodes, ``next_token``, ``root`` id, ``judged``: a ``Judgement``'s values per committed
-    token). The new root and its descendants remain. ``fed`` maps a step to its submission: ids of
-    ``requests``, ``depths`` ([least, largest]), numbers of ``nodes`` and ``prefill`` tokens.
-    """
-
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    fed: dict[int, dict[str, Any]] = field(default_factory=dict)
-    truncated: bool = False  # whether steps were omitted
-
-
-@dataclass(slots=True)
 class _OpenRequest:
     request: RequestState
     steps: list[dict[str, Any]]
@@ -96,13 +78,13 @@ class _OpenRequest:
         new = slice(int(tree.ids.searchsorted(self.last_id, side="right")), len(tree))
         self.last_id = int(tree.ids[-1])
         parents = np.where(tree.parents[new] == NO_NODE, NO_NODE, tree.ids[tree.parents[new]])
-        logprobs = tree.logprobs[new].tolist()
-        columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new], tree.origins[new])
-        nodes = []
-        rows = zip(*(column.tolist() for column in columns), logprobs, strict=True)
-        for node, parent, token, position, origin, logprob in rows:
-            nodes.append([node, parent, token, position, round(logprob, _DIGITS), origin])
-            self.children.setdefault(parent, {})[token] = nodes[-1][4]
+        columns = (tree.ids[new], parents, tree.tokens[new], tree.positions[new])
+        logprobs = [round(value, _DIGITS) for value in tree.logprobs[new].tolist()]
+        origins = tree.origins[new].tolist()
+        rows = zip(*(column.tolist() for column in columns), logprobs, origins, strict=True)
+        nodes = [list(row) for row in rows]
+        for _, parent, token, _, logprob, _ in nodes:
+            self.children.setdefault(parent, {})[token] = logprob
         return nodes
 
     def judged(self, commit: Commit) -> list[list[Any]]:
@@ -120,8 +102,7 @@ class _OpenRequest:
 
 class ObservedExecutor(Executor):
     def __init__(self, *, executor: Executor, trace: RunTrace) -> None:
-        self._inner = executor
-        self._trace = trace
+        self._inner, self._trace = executor, trace
         self._open: dict[int, _OpenRequest] = {}
         own = ("counters", "latency", "in_flight", "hidden", "early_hidden", "can_poll")
         for name in (*own, "ready", "due_s", "poll", "set_wakeup"):
@@ -130,17 +111,16 @@ class ObservedExecutor(Executor):
     def open(self, request: RequestState) -> None:
         entry = _OpenRequest(request, [])
         record = {"id": request.id, "prefix_len": request.prefix_len, "steps": entry.steps}
-        self._trace.trees.requests.append(record)
+        self._trace.requests.append(record)
         self._open[request.id] = entry
         self._inner.open(request)
 
     def submit(self, batch: Batch) -> None:
         depths = [int(d) for rows in batch.trees for d in (rows.depths.min(), rows.depths.max())]
         if batch.num_tokens:
-            self._trace.trees.fed[self._trace.timeline.step] = {
-                "requests": sorted(
-                    {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
-                ),
+            requests = {rows.request for rows in batch.trees} | {c.request for c in batch.prefills}
+            self._trace.fed[self._trace.timeline.step] = {
+                "requests": sorted(requests),
                 "depths": [min(depths), max(depths)] if depths else None,
                 "nodes": batch.num_nodes,
                 "prefill": batch.num_tokens - batch.num_nodes,
@@ -152,7 +132,7 @@ class ObservedExecutor(Executor):
     def collect(self, *, wait: bool = True) -> Output:
         output, trace = self._inner.collect(wait=wait), self._trace
         if trace.timeline.step >= MAX_STEPS:
-            trace.trees.truncated = True
+            trace.truncated = True
             return output
         time_s = round(trace.clock.now() - trace.began_s, _DIGITS)
         for part in output.answers:
@@ -165,11 +145,9 @@ class ObservedExecutor(Executor):
                 if token != NO_TOKEN:
                     entry.answers.append([node, token])
                 if slot >= 0:
-                    entry.proposals[node] = Proposal(
-                        tokens=tree.candidate_tokens[slot].copy(),
-                        logprobs=tree.candidate_logprobs[slot].copy(),
-                        target=None if part.probs is None else part.probs[i],
-                    )
+                    tokens, logprobs = tree.candidate_tokens[slot], tree.candidate_logprobs[slot]
+                    target = None if part.probs is None else part.probs[i]
+                    entry.proposals[node] = Proposal(tokens.copy(), logprobs.copy(), target)
         for entry in self._open.values():
             nodes, submitted, answers = entry.new_nodes(), entry.submitted, entry.answers
             if nodes or submitted or answers:
@@ -200,7 +178,17 @@ class ObservedExecutor(Executor):
 
 
 class RunTrace:
-    """Collects spans and trees of a run; ``began_s`` is the clock time at which step 0 begins."""
+    """Collects spans of a run, how its trees grew, and what was submitted to the target.
+
+    ``requests`` has per request, in order of admission: ``id``, ``prefix_len`` (tokens before the
+    first root) and ``steps``. A step has ``step``, ``time_s`` (at its end), ``nodes`` (added in the
+    step: id, parent id, token, position, log probability, origin), ``submitted`` (ids), ``answers``
+    ([id, token] pairs) and ``commit`` (None, or ``kind``, ``retired`` ids: the old root and the
+    accepted nodes, ``next_token``, ``root`` id, ``judged``: a ``Judgement``'s values per committed
+    token). The new root and its descendants remain. ``fed`` maps a step to its submission: ids of
+    ``requests``, ``depths`` ([least, largest]), numbers of ``nodes`` and ``prefill`` tokens.
+    ``truncated``: whether steps were omitted. ``began_s``: the clock time at which step 0 begins.
+    """
 
     def __init__(self, clock: Clock) -> None:
         assert clock.timeline is not None, "a traced run's clock has a timeline"
@@ -213,7 +201,9 @@ class RunTrace:
 
     def clear(self) -> None:
         self.timeline.take()
-        self.trees = TreeRecord()
+        self.requests: list[dict[str, Any]] = []
+        self.fed: dict[int, dict[str, Any]] = {}
+        self.truncated = False
         self._gathered.clear()
         self.began_s, self.timeline.step = self.clock.now(), 0
 

@@ -73,11 +73,11 @@ def test_counts_of_a_trace() -> None:
         "target_prob_of_rejected": pytest.approx(0.2),
         "draft_prob_of_rejected": pytest.approx(0.6),
     }
-    png = rejections_png(trees)
+    png = rejections_png(trees, title="")
     assert png is not None
     assert png.startswith(b"\x89PNG")
     earlier = {"requests": [{"steps": [{"commit": {"kind": "hit"}}]}]}
-    assert rejections_png(earlier) is None
+    assert rejections_png(earlier, title="") is None
     assert rejection_metrics(earlier) == {}
 
 

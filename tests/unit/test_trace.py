@@ -82,7 +82,7 @@ def test_trees_are_reproduced_from_the_record(policy: str, executor: str) -> Non
     expected = {
         p.id: [c for commits in steps for c in commits if c.request == p.id] for p in PROMPTS
     }
-    for record in runner.trace.trees.requests:
+    for record in runner.trace.requests:
         tokens, parents, alive = {}, {}, set()
         commits = iter(expected[record["id"]])
         for step in record["steps"]:
@@ -124,7 +124,7 @@ def test_a_stage_s_level_is_the_step_that_fed_it(
     folder: Path, specpipe: tuple[PartsRunner, list]
 ) -> None:
     assert specpipe[0].trace is not None
-    fed = specpipe[0].trace.trees.fed
+    fed = specpipe[0].trace.fed
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     stages = [e for e in events if e["name"] == "stage"]
     assert {e["tid"] for e in stages} == {1, 2, 3}
@@ -157,7 +157,7 @@ def test_a_warm_up_is_not_recorded() -> None:
     assert trace is not None
     trace.clear()
     assert trace.spans() == []
-    assert trace.trees.requests == []
+    assert trace.requests == []
     state = runner.parts.new_state()
     again = list(runner.steps(state, PROMPTS, lambda _: None))
     assert len(again) == len(steps)
