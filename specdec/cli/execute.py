@@ -78,7 +78,7 @@ def print_notices(notices: Iterable[str]) -> None:
 
 def show_config(
     arguments: Arguments,
-    make: Callable[[Sequence[str], Trees], Node],
+    make: Callable[[Sequence[str], Trees], Job | Comparison],
     jobs: Sequence[Sequence[str]] | None = None,
     *,
     name: str,
@@ -95,8 +95,8 @@ def show_config(
         refused = None
         if arguments.cfg == "job":
             try:
-                config = make(without_hydra(overrides), arguments.config_dirs)
-                print(folders.as_yaml(config), end="")
+                work = make(without_hydra(overrides), arguments.config_dirs)
+                print(folders.as_yaml(work.config), end="")
                 continue
             except UserError as error:
                 refused = f"this configuration cannot be run: {error}"

@@ -42,7 +42,7 @@ def main(arguments: Arguments) -> int:
     is_sweep = "--multirun" in arguments.flags or experiment_sweeps(overrides, extra)
     if arguments.cfg:
         jobs = combinations(with_params(overrides, extra), extra) if is_sweep else None
-        return show_config(arguments, lambda *w: run_job_of(*w).config, jobs, name="config")
+        return show_config(arguments, run_job_of, jobs, name="config")
     if is_sweep:
         return sweep(overrides, extra)
     job = run_job_of(overrides, extra)

@@ -36,7 +36,6 @@ from specdec.config.hydra import (
     parse,
     plain,
     search_path,
-    take,
     without_hydra,
 )
 from specdec.config.job import checked_job, run_job_of
@@ -54,13 +53,9 @@ Record = dict[str, Any]
 interrupted, lost), ``error`` and ``seconds``.
 """
 
-_LOST: Record = {
-    "status": "lost",
-    "error": "its process ended without a record (killed, or out of memory), or never started",
-}
-_INTERRUPTED: Record = {
-    "status": "interrupted",
-    "error": "the sweep was interrupted before this job ended; the same command continues it",
+_UNRECORDED = {  # status of jobs without a record -> error
+    "lost": "its process ended without a record (killed, or out of memory), or never started",
+    "interrupted": "the sweep was interrupted before this job ended; the same command continues it",
 }
 
 
@@ -74,8 +69,6 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
     """
     parsed = parse(overrides)
     _check_hydra(parsed)
-    own, overrides = take(overrides, "output_dir")
-    folder = output_folder(own.get("output_dir"), "sweep")
     axes = with_params(overrides, extra)
     jobs = combinations(axes, extra)
     varying = [key_of(o) for o in axes if o.is_sweep_override()]
@@ -86,8 +79,9 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
         )
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
+    folder = output_folder(checked[0].output_dir, "sweep")
     print_notices(text for job in checked for text in job.notices)
-    launcher = take(overrides, "hydra/launcher")[0].get("hydra/launcher")
+    launcher = next((o.value() for o in parsed if key_of(o) == "hydra/launcher"), None)
     wall = any(job.config["clock"].get("kind") != "simulated" for job in checked)
     if wall and launcher in ("joblib", "submitit_local"):
         text = "measured and paced times of this sweep do not count (tokens and simulated times do)"
@@ -99,7 +93,7 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
         for old in folder.glob(f"{_NOTES}*"):  # left by a killed sweep
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
-            notes, results, unrecorded = Path(name).resolve(), folder.resolve(), _LOST
+            notes, results, status = Path(name).resolve(), folder.resolve(), "lost"
 
             def task(config: DictConfig) -> None:
                 run_one(config, results, notes, varying, len(jobs), extra)
@@ -108,7 +102,7 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
             try:
                 _run_hydra(task, ["--multirun", *overrides, where], extra)
             except KeyboardInterrupt:
-                unrecorded = _INTERRUPTED
+                status = "interrupted"
                 raise
             except Exception as error:  # a launcher's: a worker was killed, a queue refused
                 print_exc()
@@ -117,10 +111,9 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
             finally:
                 read = [parse_json(path.read_bytes()) for path in notes.glob("*.json")]
                 written = {record["job"]: record for record in read}
-                records = [
-                    written.get(name, {"job": name, **unrecorded, "seconds": 0})
-                    for name in dict.fromkeys([*expected, *written])
-                ]
+                missing = {"status": status, "error": _UNRECORDED[status], "seconds": 0}
+                names = dict.fromkeys([*expected, *written])
+                records = [written.get(name, {"job": name, **missing}) for name in names]
                 write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
     bad = [r for r in records if r["status"] not in ("ok", "skipped")]
     run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
@@ -217,4 +210,5 @@ def run_one(
 
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
     named = [t for t in task if t.lstrip("+~").partition("=")[0] in varying]
-    return safe_name(",".join(named or without_hydra(task)))
+    others = [t for t in without_hydra(task) if not t.startswith("output_dir=")]
+    return safe_name(",".join(named or others))

@@ -10,7 +10,7 @@ from specdec.cli.arguments import Arguments, read_values
 from specdec.config.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
-from specdec.files import parse_json, write_bytes, write_text
+from specdec.files import read_json, write_bytes, write_text
 from specdec.parts.fields import expects
 
 HELP = """\
@@ -55,7 +55,9 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
-    trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
+    trace, trees = read_json(folder / TIMELINE_FILE), read_json(folder / TREES_FILE)
+    if trace is None or trees is None:
+        raise UserError(_without_trace(folder))
     title = _title(folder)
     wrapped = fill(title, 150)
     try:
@@ -75,18 +77,6 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     return [*paths, folder / TIMELINE_FILE]
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        trace = parse_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(_without_trace(path.parent)) from error
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): run again with trace=true") from error
-    if not isinstance(trace, dict):
-        raise UserError(f"{path} is not a trace: run again with trace=true")
-    return trace
-
-
 def _without_trace(folder: Path) -> str:
     config = _config(folder)
     if config.get("command") == "compare":
@@ -97,8 +87,7 @@ def _without_trace(folder: Path) -> str:
     if config.get("trace"):
         return f"{folder} has no trace yet: it is written when the run is complete"
     if config:
-        origin = folder / "provenance.json"
-        command = parse_json(origin.read_bytes())["command"] if origin.is_file() else []
+        command = (read_json(folder / "provenance.json") or {"command": []})["command"]
         words = [w for w in command[1:] if not w.startswith(("output_dir=", "trace="))]
         again = f"specdec {shlex.join(words)}" if words[:1] == ["run"] else "specdec run ..."
         return (
@@ -118,7 +107,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _title(folder: Path) -> str:
-    from specdec.report.results import SUMMARY_FILE, read_json
+    from specdec.report.results import SUMMARY_FILE
     from specdec.report.tables import title_of
 
     config = _config(folder)

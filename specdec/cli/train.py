@@ -4,8 +4,8 @@ from functools import partial
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import show_config
 from specdec.config.hydra import Words, compose_config
-from specdec.config.job import check_section
-from specdec.config.options import Node, Trees, first_comment, options
+from specdec.config.job import Job, check_section
+from specdec.config.options import Trees, first_comment, options
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean
 
@@ -49,8 +49,8 @@ def main(arguments: Arguments) -> int:
         raise UserError(f"specdec train {kind}: {did_you_mean(kind, known)}")
     arguments = replace(arguments, overrides=tuple(overrides))
     if arguments.cfg:
-        return show_config(arguments, partial(train_config, kind), name=f"train/{kind}")
-    config = train_config(kind, overrides, arguments.config_dirs)
+        return show_config(arguments, partial(train_job, kind), name=f"train/{kind}")
+    config = train_job(kind, overrides, arguments.config_dirs).config
     import torch
 
     from specdec.pairs import PretrainedPair, build_pair
@@ -77,11 +77,11 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def train_config(kind: str, overrides: Words, extra: Trees = ()) -> Node:
+def train_job(kind: str, overrides: Words, extra: Trees) -> Job:
     from specdec.train.run import GROUPS, check
 
     composed = compose_config(overrides, name=f"train/{kind}", extra=extra)
     for group in GROUPS:
         check_section(group, composed.values[group], composed.choices)
     check(kind, composed.values)
-    return composed.values
+    return Job(kind, composed.values, None)

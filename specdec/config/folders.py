@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from specdec.config.options import Node, read_yaml
 from specdec.errors import UserError
-from specdec.files import flatten, is_full, parse_json, write_json, write_text
+from specdec.files import flatten, is_full, read_json, write_json, write_text
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
@@ -81,8 +81,6 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
     content of the file ``result`` if it exists; raises ``UserError`` for a folder of other work.
     """
     at, other = f"output_dir={folder}", "name another folder or delete that one"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{at} is a file: name a folder")
     stored = folder / CONFIG_FILE
     if not stored.is_file():
         if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
@@ -100,17 +98,7 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
     if there != here:
         difference = _difference(there, here)
         raise UserError(f"{at} has a run of another configuration ({difference}): {other}")
-    file = folder / result
-    if not result or not file.is_file():
-        return None
-    try:
-        found = parse_json(file.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
-    except ValueError as error:
-        remedy = "delete it, and start the same command again"
-        raise UserError(f"{file} is damaged ({error}): {remedy}") from error
-    return found
+    return read_json(folder / result)
 
 
 def _computed(config: Node) -> dict[str, Any]:

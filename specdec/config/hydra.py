@@ -84,18 +84,6 @@ def key_of(override: Override) -> str:
     return str(override.key_or_group)
 
 
-def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
-    """Separates ``keys``, which a command reads itself, from other overrides. Returns the value by
-    key (the last one counts; several values of a sweep stay text), and the other overrides.
-    """
-    parsed, own = parse(overrides), dict[str, Any]()
-    for o in parsed:
-        if key_of(o) in keys:
-            text = str(o.input_line).partition("=")[2]
-            own[key_of(o)] = text if o.is_sweep_override() else o.value()
-    return own, [str(o.input_line) for o in parsed if key_of(o) not in keys]
-
-
 def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """Returns the words that set no parameter of ``schema``, and the values that other words set.
     Values of text parameters are taken literally, and lists need no brackets.

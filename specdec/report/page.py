@@ -13,7 +13,7 @@ import pandas as pd
 import yaml
 
 from specdec.errors import UserError
-from specdec.files import write_bytes, write_text
+from specdec.files import read_json, write_bytes, write_text
 from specdec.metrics import comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report import plots, tables
@@ -22,7 +22,6 @@ from specdec.report.results import (
     Result,
     baseline_of,
     read,
-    read_json,
     row_name,
     styles_of,
     swept_values,
