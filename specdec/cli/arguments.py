@@ -37,17 +37,10 @@ _SHORT = {
     "-c": "--cfg",
     "-i": "--info",
     "-cd": "--config-dir",
-    "-cn": "--config-name",
-    "-cp": "--config-path",
 }
 _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
-_NOT_HERE = {  # flags of Hydra that this command line refuses, with advice for the error message
-    "--config-name": "every command has its own root; put a group experiment/NAME.yaml into a tree"
-    " of your own and use --config-dir DIR +experiment=NAME",
-    "--config-path": "use --config-dir DIR, which adds a tree of your own to the library's",
 }
 
 
@@ -72,8 +65,6 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
             chosen[name.strip("-")] = value
         elif name in known and not equals:
             flags_set.add(name)
-        elif name in _NOT_HERE:
-            raise UserError(f"{name} does not apply here: {_NOT_HERE[name]}")
         else:
             raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
     return Arguments(tuple(overrides), frozenset(flags_set), tuple(trees), **chosen)

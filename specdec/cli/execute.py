@@ -46,12 +46,7 @@ def execute(work: Job | Comparison, folder: Path) -> bool:
 
 
 def run_in(
-    folder: Path,
-    config: Node,
-    result: str,
-    work: Callable[[Any], Any],
-    *,
-    table: str = "",
+    folder: Path, config: Node, result: str, work: Callable[[Any], Any], *, table: str = ""
 ) -> tuple[Any, bool]:
     """Calls ``work`` unless ``folder`` is complete; returns the result, and whether it is new.
 

@@ -5,7 +5,7 @@ to import, which ``--help`` and refusals should not need.
 """
 
 import errno
-import importlib.util
+import importlib
 import os
 import signal
 import sys
@@ -170,11 +170,6 @@ def _dispatch(words: Sequence[str]) -> int:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):
         return BAD_INPUT
-    if command == "reproduce" and importlib.util.find_spec("experiments") is None:
-        raise UserError(
-            "the papers' tables are in the package experiments, which is not installed: install"
-            " specdec again from its repository"
-        )
     elsewhere = {"reproduce": "experiments.reproduce.command"}
     module = vars(importlib.import_module(elsewhere.get(command, f"specdec.cli.{command}")))
     if "HELP" in module and {"-h", "--help"} & {*rest}:

@@ -103,8 +103,6 @@ def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
     from specdec.data.texts import read_turns, tokenized
     from specdec.models.loading import load_tokenizer
 
-    if not path.is_file():
-        raise UserError(f"{path}: no such file of texts")
     tokenizer = cache(lambda: load_tokenizer(folder))
     texts = {}
     for number, (where, entry, turn) in enumerate(read_turns(path)):

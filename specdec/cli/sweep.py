@@ -153,13 +153,8 @@ def _first_job(overrides: Words, extra: Trees) -> DictConfig:
 
 def _check_hydra(parsed: Sequence[Override]) -> None:
     for override in parsed:
-        key = key_of(override)
-        if key == "hydra/sweeper" and override.value() != "basic":
-            raise UserError(
-                f"{override.input_line} does not apply here: a job returns no number that a sweeper"
-                " could optimize; list the values to try, as in policy.gamma=2,4,8"
-            )
-        if key.startswith(("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")):
+        folders = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
+        if key_of(override).startswith(folders):
             raise UserError(
                 f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
                 " sweep, and its jobs are named by the values that vary"
@@ -201,11 +196,8 @@ def run_one(
         print(f"specdec: {error}" if is_full(error) else format_exc(), file=sys.stderr)
     seconds = round(time.monotonic() - start, 3)
     record: Record = {"job": name, "status": status, "error": reason, "seconds": seconds}
-    try:
+    with suppress(OSError):  # of a full disk; sweep.json, written at the end, reports it
         write_text(notes / f"{number}.json", json.dumps(record))
-    except OSError as error:
-        if not is_full(error):  # sweep.json, written at the end, would report a full disk
-            raise
 
 
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:

@@ -44,8 +44,6 @@ def main(arguments: Arguments) -> int:
     steps = (int(first), int(last)) if last else None
     if steps and steps[0] > steps[1]:
         raise UserError(f"steps={keys.steps} cannot be used: write FROM-TO, as in 40-70")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
     for path in draw(folder, steps):
         print(path)
     return 0
@@ -79,25 +77,15 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
 
 def _without_trace(folder: Path) -> str:
     config = _config(folder)
-    if config.get("command") == "compare":
-        return (
-            f"{folder} is a comparison, which has no trace: trace one of its strategies (specdec"
-            " run strategy=NAME trace=true)"
-        )
-    if config.get("trace"):
-        return f"{folder} has no trace yet: it is written when the run is complete"
-    if config:
-        command = (read_json(folder / "provenance.json") or {"command": []})["command"]
-        words = [w for w in command[1:] if not w.startswith(("output_dir=", "trace="))]
-        again = f"specdec {shlex.join(words)}" if words[:1] == ["run"] else "specdec run ..."
-        return (
-            f"{folder} was run without trace=true; run it with it, into another folder: {again}"
-            f" trace=true output_dir={shlex.quote(f'{folder}-trace')}"
-        )
-    traced = sorted(path.parent.name for path in folder.glob("*/trees.json"))
-    if traced:
-        return f"{folder} is a sweep: name one of its runs ({', '.join(traced[:6])})"
-    return f"{folder} has no trace: name the output_dir of a run with trace=true"
+    if "strategy" not in config or config.get("trace"):  # not the folder of a run, or incomplete
+        return f"{folder} has no trace: name the output_dir of a complete run with trace=true"
+    command = (read_json(folder / "provenance.json") or {"command": []})["command"]
+    words = [w for w in command[1:] if not w.startswith(("output_dir=", "trace="))]
+    again = f"specdec {shlex.join(words)}" if words[:1] == ["run"] else "specdec run ..."
+    return (
+        f"{folder} was run without trace=true; run it with it, into another folder: {again}"
+        f" trace=true output_dir={shlex.quote(f'{folder}-trace')}"
+    )
 
 
 def _config(folder: Path) -> dict[str, Any]:

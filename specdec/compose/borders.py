@@ -4,7 +4,7 @@ A token outside the vocabulary or a ``None`` would otherwise surface as an error
 its cause. The library's own parts are tested instead, and are not checked in every step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import wraps
 from typing import Any
 
@@ -29,20 +29,15 @@ def is_outside(node: object) -> bool:
 
 
 def _wrong_type(found: object, wanted: type) -> str:
-    if isinstance(found, wanted):
-        return ""
     what = "None" if found is None else f"an object of type {type(found).__name__}"
-    return f"{what}, but must return {wanted.__name__}"
+    return "" if isinstance(found, wanted) else f"{what}, but must return {wanted.__name__}"
 
 
-def _candidates_fault(
-    found: Candidates, vocab_size: int, _state: DecodeState, nodes: Nodes, k: int
+def candidates_fault(
+    found: Candidates, vocab_size: int | None, _state: DecodeState, nodes: Sized, k: int
 ) -> str:
-    return candidates_fault(found, len(nodes), k, vocab_size)
-
-
-def candidates_fault(found: Candidates, num_nodes: int, k: int, vocab_size: int | None) -> str:
-    """Says in words which rule of ``Candidates`` is broken; "" if none is."""
+    """Says which rule of ``Candidates`` the result of ``expand`` breaks; "" if none."""
+    num_nodes = len(nodes)
     tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
     if not all(isinstance(array, np.ndarray) for array in (tokens, logprobs, counts)):
         return "candidates whose tokens, logprobs or counts are no NumPy arrays"
@@ -132,7 +127,7 @@ def _answers_fault(found: Output, vocab_size: int, **_: object) -> str:
 
 
 _METHODS: dict[type, tuple[str, type, Callable[..., str]]] = {
-    TokenSource: ("expand", Candidates, _candidates_fault),
+    TokenSource: ("expand", Candidates, candidates_fault),
     TreePolicy: ("select", Nodes, _nodes_fault),
     Verifier: ("verify", list, _verdicts_fault),
     Executor: ("collect", Output, _answers_fault),

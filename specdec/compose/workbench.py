@@ -56,15 +56,8 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        objects = {}
-        for p in inspect.signature(self.cls.build).parameters.values():
-            if p.kind is p.KEYWORD_ONLY and p.name in runtime:
-                objects[p.name] = runtime[p.name]()
-            elif p.kind is p.KEYWORD_ONLY and p.default is p.empty:
-                raise UserError(
-                    f"{self.cls.__name__}.build requests {p.name!r}, which no run has: request some"
-                    f" of {', '.join(runtime)}, or give it a default"
-                )
+        requested = inspect.signature(self.cls.build).parameters
+        objects = {name: make() for name, make in runtime.items() if name in requested}
         return self.cls.build(self.plan, needs, **objects)
 
 
@@ -341,7 +334,6 @@ class Workbench:
         """
         clock, meter, draws, ranks = self.clock, self.meter, self.draws, self.ranks
         blocks, free_ranks = (serving.num_blocks, serving.block_tokens), count(plan.num_ranks + 1)
-        shared: dict[str, Any] = {"blocks": blocks, "clock": clock, "meter": meter}
         of_run = {"clock": lambda: clock, "meter": lambda: meter, "draws": lambda: draws}
         if kind == "policy":
             return {
@@ -365,7 +357,12 @@ class Workbench:
             **of_run,
             "blocks": lambda: blocks,
             "first_stage": lambda: self._first_stage,
-            "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
+            "over_ranks": lambda: (
+                ranks
+                and partial(
+                    ranks.executor, seed=draws.seed, blocks=blocks, clock=clock, meter=meter
+                )
+            ),
         }
 
 
@@ -504,18 +501,15 @@ def build(
     for key, value in keys.items():
         if value is None:
             continue
-        homes = [name for name, section in sections.items() if key in section]
+        names = [f"{name}.{key}" for name, section in sections.items() if key in section]
         if "." in key or key in sections:
-            name = key
-        elif len(homes) == 1:
-            name = f"{homes[0]}.{key}"
-        elif homes:
-            names = " or ".join(f"{section}.{key}" for section in homes)
-            raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
-        else:
+            names = [key]
+        if not names:
             known = {name for section in sections.values() for name in section} - {"_target_"}
             raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
-        words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+        if len(names) > 1:
+            raise UserError(f"{key} is a key of several parts: name one by {' or '.join(names)}")
+        words.append(f"{names[0]}={value if isinstance(value, str) else json.dumps(value)}")
     composed = compose_config(words)
     check_config(composed.values, composed.choices)
     if bench is None:

@@ -34,12 +34,6 @@ Words = Sequence[str]  # overrides in Hydra's grammar
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two if a group is null or a number."""
 
-_ADDED = {  # groups whose options are not the library's -> where they come from
-    "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
-    "hydra/launcher": "pip install 'specdec-lab[joblib,submitit]' adds launchers",
-    "hydra/sweeper": "leave it out",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Composed:
@@ -192,9 +186,8 @@ def _first_line(error: BaseException) -> str:
 def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str:
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
-        if group in _ADDED:
-            hint = did_you_mean(value, error.options or ()) or _ADDED[group]
-            return f"{group}={value} is unknown: {hint}"
+        if group not in GROUPS:  # hydra/launcher, experiment
+            return f"{group}={value} is unknown: {did_you_mean(value, error.options or ())}"
     parsed = [o for o in parse(overrides) if not key_of(o).startswith("hydra")]
     groups = [o for o in parsed if o.key_or_group in GROUPS]
     for override in groups:

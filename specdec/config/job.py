@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from specdec.clocks.build import clock_kind
 from specdec.config.hydra import Composed, Words, compose_config, compose_raw, key_of, parse, plain
-from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, has_key, options
+from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, has_key
 from specdec.config.profiles import fit, load_profile, with_caveat
 from specdec.data import Request, check_data
 from specdec.errors import UserError
@@ -49,18 +49,14 @@ def _keys(**hints: Any) -> type:
 
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _OTHER = {**_PRESET, "options": dict[str, Any]}
-_HF = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
-_RIVAL: Any = Literal[
-    *(f"ort_{way}" for way in ("generate", "draft", "lookup")),
-    *(f"llamacpp_{way}" for way in ("generate", "draft", "ngram")),
-    *(f"openvino_{way}" for way in ("generate", "draft", "lookup")),
-]
+_HF = Field(pattern="^hf_(generate|assisted|prompt_lookup)$")
+_RIVAL = Field(pattern="^((ort|openvino)_(generate|draft|lookup)|llamacpp_(generate|draft|ngram))$")
 _PROFILED = _keys(profile=Text, scale=Positive)
 
 _SCHEMAS: dict[str, str | type] = {
     "strategy=parts": _keys(**_PRESET),
-    "strategy=hf": _keys(**_OTHER, method=_HF),
-    "strategy=rival": _keys(**_OTHER, method=_RIVAL),
+    "strategy=hf": _keys(**_OTHER, method=Annotated[str, _HF]),
+    "strategy=rival": _keys(**_OTHER, method=Annotated[str, _RIVAL]),
     "strategy=endpoint": _keys(**_OTHER),
     "options of hf": "specdec.runs.hf_generate.HFOptions",
     "options of rival": "specdec.runs.rival.RivalOptions",
@@ -145,8 +141,6 @@ class Job:
 def run_job_of(overrides: Words, extra: Trees = ()) -> Job:
     parsed = parse(overrides)
     for override in parsed:
-        if key_of(override) in COMPARE:
-            raise UserError(f"{override.input_line} is for `specdec compare` only: leave it out")
         if key_of(override).startswith(("hydra.", "hydra/")):
             raise UserError(
                 f"{override.input_line} is for sweeps only: add -m to `specdec run`, or leave it"
@@ -176,10 +170,10 @@ def checked_job(composed: Composed) -> Job:
     if "_target_" in model:
         model = {"kind": str(model["_target_"]), **model}
     executor = config["executor"]
-    degrees = [executor.get(key) or 1 for key in ("target_degree", "draft_degree")]
-    if model.get("backend") == "auto" and executor.get("transport") == "distributed":
+    shared = any((executor.get(key) or 1) > 1 for key in ("target_degree", "draft_degree"))
+    if shared and model.get("backend") == "auto" and executor.get("transport") == "distributed":
         # Devices that share layers run them eagerly; results name what ran.
-        model = {**model, "backend": "eager" if max(degrees) > 1 else "auto"}
+        model = {**model, "backend": "eager"}
     config = fit({**config, "clock": clock, "model": model})
     name, model = str(config["strategy"]["name"]), config["model"]
     if config["strategy"]["kind"] != "parts":
@@ -356,7 +350,7 @@ def compose_comparison(overrides: Words, extra: Trees = ()) -> Comparison:
     common = [str(o.input_line) for o in parsed if not _part_of(o)]
     base = compose_config(common, name="compare", extra=extra).values
     rows, notices, unused = list[Composed](), list[str](), of_parts
-    for name in _row_names(base["strategies"], extra):
+    for name in _row_names(base["strategies"]):
         raw, left_out = _compose_row([f"strategy={name}", *common], of_parts, extra)
         rows.append(plain(raw, extra))
         notices += [f"{o.input_line} does not apply to {name}" for o in left_out]
@@ -399,14 +393,12 @@ def _compose_row(
     return raw, [o for o in of_parts if o not in chosen]
 
 
-def _row_names(strategies: object, extra: Trees) -> list[str]:
+def _row_names(strategies: object) -> list[str]:
     if not isinstance(strategies, list) or not strategies:
-        fault = "is empty" if strategies == [] else "must be a list of presets"
-        raise UserError(f"strategies={strategies} {fault}: write 'strategies=[ar,staged]'")
-    known, names = options("strategy", extra), [str(name) for name in strategies]
+        example = "write 'strategies=[ar,staged]'"
+        raise UserError(f"strategies={strategies} must be a list of presets: {example}")
+    names = [str(name) for name in strategies]
     for name in names:
-        if name not in known:
-            raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
         if names.count(name) > 1:
             raise UserError(f"strategies={names} names {name} twice: name each row once")
     return names
