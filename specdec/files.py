@@ -98,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(why_unreadable(error)) from error
 
 
-def read_json(path: Path, kind: type = dict) -> Any:
+def read_json(path: Path, kind: type = dict, *, remedy: str = "delete it and run it again") -> Any:
     """Returns the JSON object, or value of another ``kind``, in a file; None without the file."""
     if not path.is_file():
         return None
@@ -107,7 +107,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
         if not isinstance(value, kind):
             raise ValueError("it is no JSON object")
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): delete it and run it again") from error
+        raise UserError(f"{path} is damaged ({error}): {remedy}") from error
     return value
 
 

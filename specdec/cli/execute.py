@@ -20,8 +20,7 @@ from specdec.config.options import Node, Trees
 from specdec.errors import UserError
 from specdec.runs.progress import Progress
 
-RESULT_FILE = "summary.json"
-"""This file is written last in a run folder: if it exists, the run is complete."""
+RESULT_FILE = "summary.json"  # written last in a run folder: if it exists, the run is complete
 
 
 def execute(work: Job | Comparison, folder: Path) -> bool:
@@ -87,16 +86,16 @@ def show_config(
     for overrides in [arguments.overrides] if jobs is None else jobs:
         if jobs is not None:
             print(f"---\n# {' '.join(overrides)}")
-        refused = None
+        refused = list[str]()
         if arguments.cfg == "job":
             try:
                 work = make(without_hydra(overrides), arguments.config_dirs)
                 print(folders.as_yaml(work.config), end="")
                 continue
             except UserError as error:
-                refused = f"this configuration cannot be run: {error}"
+                refused = [f"this configuration cannot be run: {error}"]
         raw = compose_raw(overrides, name=name, extra=arguments.config_dirs)
-        print_notices([refused] if refused else [])
+        print_notices(refused)
         wanted = {"job": [False], "hydra": [True], "all": [False, True]}[arguments.cfg]
         keys = [str(key) for key in raw if (key == "hydra") in wanted]
         print(OmegaConf.to_yaml(OmegaConf.masked_copy(raw, keys)), end="")

@@ -121,9 +121,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     text = " ".join(str(error).split())
     if isinstance(error, UserError | RankFailure):
         return text, BAD_INPUT if isinstance(error, UserError) else _RANK_FAILED
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(full in text for full in _TORCH_FULL)
-    ):
+    if isinstance(error, MemoryError) or any(full in text for full in _TORCH_FULL):
         return (
             f"memory is used up ({text[:_MAX_SHOWN]}): choose smaller trees (keys of policy), a"
             " smaller batch_size, shorter prompts or a smaller model"

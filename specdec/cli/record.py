@@ -25,8 +25,7 @@ class _Keys(OneModel):
 
 
 HELP = f"""\
-specdec record TEXTS [draft=FOLDER] [sampling=NAME] [target=NAME] [dtype=TYPE] [device=NAME]
-               [output_dir=DIR]
+specdec record TEXTS [key=value] ...
 
 Records how a draft model ranks texts that a target wrote, for model=replay. The target is not
 needed: its texts come from a log. TEXTS is a JSON lines file; a line has

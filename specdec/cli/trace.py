@@ -42,8 +42,6 @@ def main(arguments: Arguments) -> int:
     folder = Path(name).expanduser()
     first, _, last = keys.steps.partition("-")
     steps = (int(first), int(last)) if last else None
-    if steps and steps[0] > steps[1]:
-        raise UserError(f"steps={keys.steps} cannot be used: write FROM-TO, as in 40-70")
     for path in draw(folder, steps):
         print(path)
     return 0
@@ -53,7 +51,10 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
-    trace, trees = read_json(folder / TIMELINE_FILE), read_json(folder / TREES_FILE)
+    trace, trees = (
+        read_json(folder / name, remedy="run again with trace=true")
+        for name in (TIMELINE_FILE, TREES_FILE)
+    )
     if trace is None or trees is None:
         raise UserError(_without_trace(folder))
     title = _title(folder)

@@ -62,15 +62,12 @@ def main(arguments: Arguments) -> int:
     if config["threads"]:
         torch.set_num_threads(config["threads"])
     pair = build_pair(config["model"])
-    if not isinstance(pair, HuggingFacePair):
-        raise UserError(
-            f"model={config['model'].get('kind')} has no model to train for: use model=hf"
-        )
+    if not isinstance(pair, PretrainedPair if config["shard"] else HuggingFacePair):
+        what = "model on disk, which shard=true reads" if config["shard"] else "model to train for"
+        raise UserError(f"model={config['model'].get('kind')} has no {what}: use model=hf")
     with progress_bar(kind) as report:
         size = pair.weight_bytes["target"] / 1e9
         report(0.0, f"loading the target: {size:.2f} GB of weights in {pair.dtype}")
-        if config["shard"] and not isinstance(pair, PretrainedPair):
-            raise UserError("shard=true reads a model from disk: use model=hf, or leave shard out")
         target = sharded(pair.info.path, pair.dtype) if config["shard"] else pair.target
         tokenizer, ends = getattr(pair, "tokenizer", None), sorted(pair.eos_ids)
         train(kind, config, target, tokenizer=tokenizer, ends=ends, report=report)

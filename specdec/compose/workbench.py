@@ -30,13 +30,15 @@ from specdec.clocks import Clock, ClockKind, MeasuredClock, Timeline, WallClock
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.compose.borders import guard, is_outside
+from specdec.config.hydra import compose_config
+from specdec.config.job import check_config
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import EarlyExitPlan, PipelinePlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
-from specdec.pairs import ModelPair
+from specdec.pairs import ModelPair, build_pair
 from specdec.parts.build import build_part, check_class, locate
 from specdec.parts.fields import did_you_mean
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -485,11 +487,6 @@ def build(
             options of its groups (``executor="pipeline"``); None keeps the preset's value.
             ``stages`` moves a preset of one device to a pipeline.
     """
-    # Imported here: Hydra is not needed to put parts together.
-    from specdec.config.hydra import compose_config
-    from specdec.config.job import check_config
-    from specdec.pairs.options import build_pair
-
     if not isinstance(bench, Workbench | None):
         raise UserError(f"{bench!r:.60} is no workbench: give Workbench(pair) for a pair of models")
     words = [f"strategy={preset}"]

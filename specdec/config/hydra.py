@@ -186,7 +186,7 @@ def _first_line(error: BaseException) -> str:
 def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str:
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
-        if group not in GROUPS:  # hydra/launcher, experiment
+        if group in ("experiment", "hydra/launcher", "hydra/sweeper"):
             return f"{group}={value} is unknown: {did_you_mean(value, error.options or ())}"
     parsed = [o for o in parse(overrides) if not key_of(o).startswith("hydra")]
     groups = [o for o in parsed if o.key_or_group in GROUPS]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
+from functools import cache
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
@@ -210,8 +211,14 @@ def checked_job(composed: Composed) -> Job:
         check_data(Request.of(**config["data"]))
         num_layers, more = _check_models(name, config, sources)
     else:
-        num_layers, more = model.get("num_layers", 1), _notices_without_text(config, sources)
-    config["clock"] = with_caveat(config, num_layers)
+        num_layers, more = model.get("num_layers"), _notices_without_text(config, sources)
+    stages = config.get("executor", {}).get("stages")
+    if stages is not None and num_layers is not None and stages > num_layers:
+        raise UserError(
+            f"executor.stages={stages} is more than the {num_layers} layers of"
+            f" model={choices.get('model')}: choose 1 to {num_layers}"
+        )
+    config["clock"] = with_caveat(config, num_layers or 1)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], (*notices, *more))
 
@@ -259,7 +266,6 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
     needed = drafts or config["record"]
     infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
     target, draft, at = infos["target"], infos.get("draft"), f"model.target={model['target']}"
-    check_stages(config, target.num_layers, at)
     if config["max_new_tokens"] >= target.max_positions:
         raise UserError(
             f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
@@ -301,15 +307,6 @@ def _notices_without_text(config: Node, sources: Sequence[Node]) -> tuple[str, .
         " its figures say nothing of the method. Use model=tiny, model=hf, or model=replay with a"
         " record of your own pair",
     )
-
-
-def check_stages(config: Node, num_layers: int, model: str) -> None:
-    stages = config.get("executor", {}).get("stages")
-    if stages is not None and stages > num_layers:
-        raise UserError(
-            f"executor.stages={stages} is more than the {num_layers} layers of {model}: choose 1"
-            f" to {num_layers}"
-        )
 
 
 def nodes_of(node: object) -> Iterator[dict[str, Any]]:
@@ -372,25 +369,22 @@ def compose_comparison(overrides: Words, extra: Trees = ()) -> Comparison:
 def _compose_row(
     common: Words, of_parts: Sequence[Override], extra: Trees
 ) -> tuple[DictConfig, list[Override]]:
-    def composed(chosen: Sequence[Override]) -> DictConfig:
-        words = [str(o.input_line) for o in chosen]
+    """Composes a row with those overrides of parts that apply to it; also returns the others."""
+
+    @cache
+    def composed(*words: str) -> DictConfig:
         return compose_raw([*common, *words], name="compare", extra=extra)
 
-    groups = [o for o in of_parts if o.key_or_group in PARTS]
-    raw = composed(groups)
-    fixed = PARTS[:3] if raw.strategy.get("baseline") else ()
+    fixed = PARTS[:3] if composed().strategy.get("baseline") else ()
     applying = [o for o in of_parts if _part_of(o) not in fixed]
-    chosen, keys = [o for o in groups if o in applying], [key_of(o) for o in applying]
-    if "executor.stages" in keys and "executor" not in keys and "stages" not in raw.executor:
-        chosen += parse(["executor=pipeline"])
-    if chosen != groups:
-        raw = composed(chosen)
-    row = OmegaConf.to_container(raw)
+    keys, groups = [key_of(o) for o in applying], [o for o in applying if o.key_or_group in PARTS]
+    words = [str(o.input_line) for o in groups]
+    if "executor.stages" in keys and "executor" not in keys:
+        words += [] if "stages" in composed(*words).executor else ["executor=pipeline"]
+    row = OmegaConf.to_container(composed(*words))
     values = [o for o in applying if o not in groups and (o.is_add() or has_key(row, key_of(o)))]
-    if values:
-        chosen += values
-        raw = composed(chosen)
-    return raw, [o for o in of_parts if o not in chosen]
+    left_out = [o for o in of_parts if o not in (*groups, *values)]
+    return composed(*words, *(str(o.input_line) for o in values)), left_out
 
 
 def _row_names(strategies: object) -> list[str]:
