@@ -1,5 +1,3 @@
-"""``specdec doctor`` finds the interpretation of an EAGLE head's files with the best acceptance."""
-
 from __future__ import annotations
 
 import json
@@ -27,9 +25,7 @@ class Keys(OneModel):
     prompts: Annotated[Count, "of the data set"] = 8
     new_tokens: Annotated[Count, "continuing each prompt"] = 96
     tokens: Annotated[Count, "K"] = 4
-    json: Annotated[
-        Text | None, 'file for the figures, "-" for the screen in place of the table'
-    ] = None
+    json: Annotated[Text | None, 'file for the figures; "-": printed in place of a table'] = None
 
 
 HELP = f"""\

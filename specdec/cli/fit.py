@@ -1,5 +1,3 @@
-"""``specdec fit`` fits an acceptance model to acceptance measured elsewhere."""
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +20,10 @@ Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 @dataclass(frozen=True, kw_only=True)
 class Keys:
     name: Annotated[Name, "of the option"] = "law"
-    output_dir: Annotated[
-        Text | None, "writes DIR/model/NAME.yaml: --config-dir DIR model=NAME"
-    ] = None
+    output_dir: Annotated[Text | None, "DIR, for DIR/model/NAME.yaml: --config-dir DIR"] = None
     method: Annotated[Text | None, "which of several pairs, methods or models in a file"] = None
     draft_tokens: Annotated[Count | None, "verified per pass, where the log does not say"] = None
-    lengths: Annotated[
-        Lengths, "emitted | accepted: whether lists count the target's own token"
-    ] = "auto"
+    lengths: Annotated[Lengths, "emitted: lists count the target's token | accepted"] = "auto"
     passes: Annotated[
         Literal["chain", "tree"],
         "tree: the passes verified trees; a hit is then any right node of a tree",

@@ -1,5 +1,3 @@
-"""``specdec record`` scores given texts with a draft model, for ``model=replay``."""
-
 from __future__ import annotations
 
 import sys

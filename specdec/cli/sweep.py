@@ -2,7 +2,9 @@
 
 A Hydra launcher reports only the first failure and does not skip complete jobs. A job here
 therefore never raises: it writes a record of its outcome, and the sweep lists all records at its
-end. Records are files, because joblib and submitit run jobs in other processes.
+end: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed, interrupted, lost),
+``error`` and ``seconds``. Records are files, because joblib and submitit run jobs in other
+processes.
 """
 
 import json
@@ -14,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -47,11 +48,6 @@ from specdec.parts.build import locate
 _MAX_CHECKED = 64
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
-
-Record = dict[str, Any]
-"""Outcome of a job: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed,
-interrupted, lost), ``error`` and ``seconds``.
-"""
 
 _UNRECORDED = {  # status of jobs without a record -> error
     "lost": "its process ended without a record (killed, or out of memory), or never started",
@@ -195,7 +191,7 @@ def run_one(
         status, reason = "failed", f"{type(error).__name__}: {error}"
         print(f"specdec: {error}" if is_full(error) else format_exc(), file=sys.stderr)
     seconds = round(time.monotonic() - start, 3)
-    record: Record = {"job": name, "status": status, "error": reason, "seconds": seconds}
+    record = {"job": name, "status": status, "error": reason, "seconds": seconds}
     with suppress(OSError):  # of a full disk; sweep.json, written at the end, reports it
         write_text(notes / f"{number}.json", json.dumps(record))
 

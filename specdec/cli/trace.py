@@ -63,12 +63,10 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
         page = tree_page(trees, title=title)
         rejected = rejections_png(trees, title=wrapped)
-    except ValueError as error:
-        raise UserError(f"{folder}: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        why = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it"
-            " again with trace=true"
+            f"{folder} cannot be drawn ({why}): choose other steps, or run again with trace=true"
         ) from error
     paths = [write_bytes(folder / "timeline.png", picture), write_text(folder / "tree.html", page)]
     if rejected is not None:
