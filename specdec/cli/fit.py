@@ -29,12 +29,8 @@ class Keys:
         "tree: the passes verified trees; a hit is then any right node of a tree",
     ] = "chain"
     predict: Annotated[Sequence[Count], "chain lengths to print; 1 to 20 by default"] = range(1, 21)
-    check: Annotated[
-        Sequence[Text], "a log of the same pair at another chain length; [FILE,FILE] or a pattern"
-    ] = ()
-    holdout: Annotated[
-        int, Field(ge=2, le=99), "every third request, or other number, is held out for the check"
-    ] = 3
+    check: Annotated[Sequence[Text], "logs of the pair at another chain length, or a pattern"] = ()
+    holdout: Annotated[int, Field(ge=2, le=99), "every third (or other) request is held out"] = 3
     draft: Annotated[Name | None, "name of the draft; profiles then need its time"] = None
     source: Annotated[Text, "origin of the logs, for the option's provenance"] = "acceptance logs"
     license: Annotated[str, "of the logs"] = ""

@@ -11,9 +11,7 @@ from specdec.parts.fields import Index, Text
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
     texts: Annotated[Index, "prompts per strategy whose text is on the page"] = 4
-    leaderboard: Annotated[
-        Text | None, "FILE.html: ranks the runs of several folders, a table per model and machine"
-    ] = None
+    leaderboard: Annotated[Text | None, "FILE.html: ranks runs, by model and machine"] = None
 
 
 HELP = f"""\

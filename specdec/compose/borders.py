@@ -82,20 +82,17 @@ def selection_fault(request: RequestState, ids: Any) -> str:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
         return f"ids of shape {ids.shape} and dtype {ids.dtype}, not int64[W]"
     slots = tree.slots(ids.astype(np.int64))
-    if NO_NODE in slots:
-        return "a chosen node is not in the tree"
-    if (np.diff(slots) <= 0).any():
-        return "chosen nodes must be in order, and none twice"
-    if (tree.submitted_at[slots] >= 0).any():
-        return "a node is submitted twice"
-    parents = tree.parents[slots]
-    if not (np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)).all():
-        return "a node is submitted before its parent"
-    if tree.positions.max() > last_position(request):
-        return "a node lies beyond max_new_tokens"
-    if len(ids) and request.prefill_sent != request.num_prefill:
-        return "the prompt is not yet computed"
-    return ""
+    parents, submitted = tree.parents[slots], tree.submitted_at
+    known = np.isin(parents, slots) | (submitted[parents] >= 0) | (slots == 0)
+    faults = {
+        "a chosen node is not in the tree": NO_NODE in slots,
+        "chosen nodes must be in order, and none twice": (np.diff(slots) <= 0).any(),
+        "a node is submitted twice": (submitted[slots] >= 0).any(),
+        "a node is submitted before its parent": not known.all(),
+        "a node lies beyond max_new_tokens": tree.positions.max() > last_position(request),
+        "the prompt is not yet computed": len(ids) and request.prefill_sent != request.num_prefill,
+    }
+    return next((fault for fault, is_found in faults.items() if is_found), "")
 
 
 def _verdicts_fault(

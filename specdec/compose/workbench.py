@@ -231,12 +231,6 @@ class Workbench:
                 return self.ranks.draft_runner(plan, self.pair, self.meter)
         return self.pair.runner("draft", self.meter)
 
-    def source_pair(self) -> ModelPair:
-        """Returns the model pair for token sources. If other processes run the target, this process
-        loads only those layers of the target that a source runs itself.
-        """
-        return self.pair if self.ranks is None else self.pair.without_target()
-
     def make_first_stage(self, plan: EarlyExitPlan, layers: Sequence[int]) -> FirstStage:
         """Returns the target's first layers with their exit heads, shared by source and executor.
 
@@ -346,7 +340,8 @@ class Workbench:
         if kind == "source":
             exits = plan if isinstance(plan, EarlyExitPlan) else None
             return {
-                "pair": self.source_pair,
+                # Where ranks run the target, a source loads only the layers that it runs itself.
+                "pair": self.pair.without_target if ranks else lambda: self.pair,
                 "runner": lambda: partial(self.runner, plan=plan),
                 **of_run,
                 "vocab_size": lambda: self.pair.vocab_size,

@@ -105,19 +105,14 @@ def stated(path: Path, what: str) -> str:
     """Returns the text of the comment ``# <what>: ...`` in an option's YAML or, if it has none, in
     a YAML of its defaults list; "" if there is no such comment.
     """
-    seen, waiting = set[Path](), [path]
-    while waiting:
-        file = waiting.pop(0)
-        if file in seen or not file.is_file():
-            continue
-        seen.add(file)
-        for line in _lines(file):
-            if line.startswith(f"# {what}:"):
-                return line.partition(":")[2].strip().rstrip(".")
-        folders = (file.parent, config_dir() / file.parent.name)
-        bases = [base for base in _read(file)[0] if isinstance(base, str)]
-        waiting += [folder / f"{base}.yaml" for base in bases for folder in folders]
-    return ""
+    for line in _lines(path):
+        if line.startswith(f"# {what}:"):
+            return line.partition(":")[2].strip().rstrip(".")
+    folders = (path.parent, config_dir() / path.parent.name)
+    bases = [base for base in _read(path)[0] if isinstance(base, str)]
+    files = [folder / f"{base}.yaml" for base in bases for folder in folders]
+    texts = (stated(file, what) for file in files if file.is_file() and file != path)
+    return next(filter(None, texts), "")
 
 
 def chosen_parts(path: Path) -> dict[str, str]:
