@@ -48,8 +48,6 @@ def main(arguments: Arguments) -> int:
         raise UserError("give one folder, or leaderboard=FILE.html to rank the runs of several")
     from specdec.report.page import load_report, write_page
 
-    (folder,) = folders
-    report = load_report(Path(folder).expanduser())
-    for path in write_page(report, num_texts=keys.texts):
-        print(path)
+    report = load_report(Path(folders[0]).expanduser())
+    print(*write_page(report, num_texts=keys.texts), sep="\n")
     return 0

@@ -42,8 +42,7 @@ def main(arguments: Arguments) -> int:
     folder = Path(name).expanduser()
     first, _, last = keys.steps.partition("-")
     steps = (int(first), int(last)) if last else None
-    for path in draw(folder, steps):
-        print(path)
+    print(*draw(folder, steps), sep="\n")
     return 0
 
 

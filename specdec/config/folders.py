@@ -84,26 +84,22 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
     stored = folder / CONFIG_FILE
     if not stored.is_file():
         if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
-            reason = f"it has no {CONFIG_FILE}"
-            raise UserError(f"{at} is not empty and not a run folder ({reason}): name a new folder")
+            raise UserError(f"{at} is not empty and has no {CONFIG_FILE}: name a new folder")
         make_folder(folder)
         write_text(stored, as_yaml(config))
         return None
     loaded = read_yaml(stored, f"{at} has a {CONFIG_FILE} that cannot be read", other)
-    previous = loaded if isinstance(loaded, dict) else {}
-    command, own = previous.get("command", "run"), config.get("command", "run")
-    if command != own:
-        raise UserError(f"{at} has results of `specdec {command}`, not of `specdec {own}`: {other}")
-    there, here = _computed(previous), _computed(config)
+    there, here = _computed(loaded), _computed(config)
     if there != here:
         difference = _difference(there, here)
         raise UserError(f"{at} has a run of another configuration ({difference}): {other}")
     return read_json(folder / result)
 
 
-def _computed(config: Node) -> dict[str, Any]:
+def _computed(config: Any) -> dict[str, Any]:
     """Returns the settings that identify what a run computes: all but those of the logger."""
-    return {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
+    own = {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
+    return {"command": "run", **own}
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
