@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args
 
 from specdec.config.options import config_tree
 from specdec.errors import UserError
@@ -94,10 +94,9 @@ def read_values(
 
 def help_of(schema: type[Any]) -> str:
     lines = []
-    for name, hint in get_type_hints(schema, include_extras=True).items():
-        default = inspect.signature(schema).parameters[name].default  # slots hide it
-        shown = f"{name}={default if isinstance(default, str | int | float) else ''}"
-        text = "; ".join(part for part in get_args(hint) if isinstance(part, str))
+    for p in inspect.signature(schema, eval_str=True).parameters.values():
+        shown = f"{p.name}={p.default if isinstance(p.default, str | int | float) else ''}"
+        text = "; ".join(part for part in get_args(p.annotation) if isinstance(part, str))
         lines.append(fill(text, 100, initial_indent=f"  {shown:<22} ", subsequent_indent=" " * 25))
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -47,10 +47,8 @@ def execute(work: Job | Comparison, folder: Path) -> bool:
 def run_in(
     folder: Path, config: Node, result: str, work: Callable[[Any], Any], *, table: str = ""
 ) -> tuple[Any, bool]:
-    """Calls ``work`` unless ``folder`` is complete; returns the result, and whether it is new.
-
-    ``work`` is called with the ``Progress`` to which it reports. If the folder has the file
-    ``result`` already, this is read, and the folder's file named ``table`` is printed.
+    """Like ``folders.run_in``, but calls ``work`` with the ``Progress`` to which it reports, and
+    prints the folder's file ``table`` if the result is not new.
     """
 
     def shown() -> Any:
@@ -144,9 +142,5 @@ def reporting() -> Iterator[Progress]:
     columns = (*Bars.get_default_columns(), *counts)  # text, bar, share, time left
     console, plain = Console(stderr=True), not sys.stderr.isatty()
     progress = Bars(*columns, console=console, redirect_stdout=False, disable=plain)
-    progress.start()
-    try:
+    with nullcontext() if plain else progress:  # rich would write an empty line at its end
         yield _Reports(progress)
-    finally:
-        if not plain:  # rich would write an empty line
-            progress.stop()

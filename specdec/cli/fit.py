@@ -24,10 +24,7 @@ class Keys:
     method: Annotated[Text | None, "which of several pairs, methods or models in a file"] = None
     draft_tokens: Annotated[Count | None, "verified per pass, where the log does not say"] = None
     lengths: Annotated[Lengths, "emitted: lists count the target's token | accepted"] = "auto"
-    passes: Annotated[
-        Literal["chain", "tree"],
-        "tree: the passes verified trees; a hit is then any right node of a tree",
-    ] = "chain"
+    passes: Annotated[Literal["chain", "tree"], "tree: a hit is any right node of a tree"] = "chain"
     predict: Annotated[Sequence[Count], "chain lengths to print; 1 to 20 by default"] = range(1, 21)
     check: Annotated[Sequence[Text], "logs of the pair at another chain length, or a pattern"] = ()
     holdout: Annotated[int, Field(ge=2, le=99), "every third (or other) request is held out"] = 3

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from specdec import __version__
 from specdec.cli.arguments import read_arguments
 from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
@@ -159,8 +160,6 @@ def _dispatch(words: Sequence[str]) -> int:
         print(_USAGE.format(commands=lines), end="")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
-        from specdec import __version__
-
         print(f"specdec {__version__}")
         return 0
     command, *rest = words

@@ -482,8 +482,6 @@ def build(
             options of its groups (``executor="pipeline"``); None keeps the preset's value.
             ``stages`` moves a preset of one device to a pipeline.
     """
-    if not isinstance(bench, Workbench | None):
-        raise UserError(f"{bench!r:.60} is no workbench: give Workbench(pair) for a pair of models")
     words = [f"strategy={preset}"]
     config = compose_config(words).values
     if keys.get("stages") is not None and "stages" not in config["executor"]:

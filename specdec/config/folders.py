@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 from uuid import uuid4
@@ -112,8 +111,6 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
     except OSError as error:
         if is_full(error):
             raise

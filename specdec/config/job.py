@@ -266,11 +266,6 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
     needed = drafts or config["record"]
     infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
     target, draft, at = infos["target"], infos.get("draft"), f"model.target={model['target']}"
-    if config["max_new_tokens"] >= target.max_positions:
-        raise UserError(
-            f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
-            f" {target.max_positions} positions of {at}: lower it"
-        )
     if not target.has_mtp and any(node.get("untrained") == "mtp" for node in sources):
         raise UserError(
             f"{at} of model_type {target.model_type!r} has no MTP layers (num_mtp_layers,"
@@ -392,9 +387,8 @@ def _row_names(strategies: object) -> list[str]:
         example = "write 'strategies=[ar,staged]'"
         raise UserError(f"strategies={strategies} must be a list of presets: {example}")
     names = [str(name) for name in strategies]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"strategies={names} names {name} twice: name each row once")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"strategies={names} names {twice[0]} twice: name each row once")
     return names
 
 

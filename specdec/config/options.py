@@ -64,11 +64,8 @@ def options(group: str, extra: Trees = ()) -> dict[str, Path]:
     """Returns a group's options, name -> YAML file, sorted. Files whose name begins with an
     underscore are not options; trees in ``extra`` take precedence.
     """
-    paths: dict[str, Path] = {}
-    for root in (*extra, config_dir()):
-        for path in sorted((Path(root) / group).glob("*.yaml")):
-            if not path.stem.startswith("_"):
-                paths.setdefault(path.stem, path)
+    folders = (Path(root) / group for root in (config_dir(), *reversed(extra)))
+    paths = {path.stem: path for folder in folders for path in folder.glob("[!_]*.yaml")}
     return dict(sorted(paths.items()))
 
 

@@ -32,7 +32,6 @@ def _kind(name: str) -> str:
 
 _Curve = Annotated[Any, AfterValidator(_curve)]
 _Degrees = Annotated[dict[int, _Curve], Field(min_length=1)]
-_Origin = Annotated[str, Field(pattern="^(stated|measured|assumed)")]
 
 
 class _Profile(TypedDict, total=False):
@@ -42,7 +41,7 @@ class _Profile(TypedDict, total=False):
     stages: Count
     draft_name: str
     drafts: Annotated[dict[str, _Curve], Field(min_length=1)]
-    origins: dict[str, _Origin]
+    origins: dict[str, Annotated[str, Field(pattern="^(stated|measured|assumed)")]]
 
 
 def load_profile(name: str, extra: Trees = (), *, key: str = "clock.profile") -> dict[str, Any]:

@@ -32,11 +32,9 @@ def locate(target: object, where: str, base: type | None = None) -> type:
     try:
         cls = resolve_name(str(target))
     except Exception as error:  # whatever the module raises while it is imported
-        known = isinstance(error, ImportError | AttributeError | ValueError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{at} cannot be imported ({text}): give the path of a class, for example"
-            " specdec.policies.Chain, and put its folder on PYTHONPATH"
+            f"{at} cannot be imported ({type(error).__name__}: {error}): give the path of a class,"
+            " for example specdec.policies.Chain, and put its folder on PYTHONPATH"
         ) from error
     if not isinstance(cls, type):
         raise UserError(f"{at} is not a class: name a class of the {where} part")
