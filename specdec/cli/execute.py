@@ -15,12 +15,11 @@ from specdec.cli.arguments import Arguments
 from specdec.cli.loggers import check_logger, log_results
 from specdec.config import folders
 from specdec.config.hydra import compose_raw, without_hydra
-from specdec.config.job import COMPARISON_FILE, Comparison, Job
+from specdec.config.job import Comparison, Job
 from specdec.config.options import Node, Trees
 from specdec.errors import UserError
+from specdec.files import COMPARISON_FILE, SUMMARY_FILE
 from specdec.runs.progress import Progress
-
-RESULT_FILE = "summary.json"  # written last in a run folder: if it exists, the run is complete
 
 
 def execute(work: Job | Comparison, folder: Path) -> bool:
@@ -30,7 +29,7 @@ def execute(work: Job | Comparison, folder: Path) -> bool:
     from specdec.runs.jobs import compare_jobs, run_job
 
     if isinstance(work, Job):
-        configs, result, table = [work.config], RESULT_FILE, ""
+        configs, result, table = [work.config], SUMMARY_FILE, ""
         do: Callable[[Any], Node] = partial(run_job, work.config, folder)
     else:
         configs = [job.config for job in work.jobs]

@@ -26,8 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specdec.cli.arguments import Arguments
-from specdec.cli.execute import RESULT_FILE, execute, print_notices
+from specdec.cli.execute import execute, print_notices
 from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.config.hydra import (
     Words,
@@ -42,7 +41,7 @@ from specdec.config.hydra import (
 from specdec.config.job import checked_job, run_job_of
 from specdec.config.options import Trees, config_dir
 from specdec.errors import UserError
-from specdec.files import is_full, parse_json, write_text
+from specdec.files import SUMMARY_FILE, is_full, parse_json, write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64
@@ -96,7 +95,7 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
 
             where = f"hydra.sweep.dir={json.dumps(results.as_posix(), ensure_ascii=False)}"
             try:
-                _run_hydra(task, ["--multirun", *overrides, where], extra)
+                run_hydra(task, ["--multirun", *overrides, where], extra)
             except KeyboardInterrupt:
                 status = "interrupted"
                 raise
@@ -114,7 +113,7 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
     bad = [r for r in records if r["status"] not in ("ok", "skipped")]
     run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
     counts = f"{run} run, {skipped} complete before, {len(bad)} failed"
-    print(f"sweep: {counts}; results in {folder}/*/{RESULT_FILE}")
+    print(f"sweep: {counts}; results in {folder}/*/{SUMMARY_FILE}")
     if run or skipped:
         from specdec.report.page import write_sweep
 
@@ -157,13 +156,7 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
             )
 
 
-def show_info(arguments: Arguments) -> int:
-    words = ["--info", arguments.info, *arguments.overrides]
-    _run_hydra(lambda _: None, words, arguments.config_dirs)
-    return 0
-
-
-def _run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -> None:
+def run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -> None:
     before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specdec.cli.arguments import Arguments, read_values
-from specdec.config.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
-from specdec.files import read_json, write_bytes, write_text
+from specdec.files import CONFIG_FILE, SUMMARY_FILE, read_json, write_bytes, write_text
 from specdec.parts.fields import expects
 
 HELP = """\
@@ -93,7 +92,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _title(folder: Path) -> str:
-    from specdec.report.results import SUMMARY_FILE
     from specdec.report.tables import title_of
 
     config = _config(folder)

@@ -260,13 +260,11 @@ class Workbench:
                 and one process each if the workbench has ``ranks``.
             serving: how requests share the target. Default: a step may have nodes of all requests.
         """
-        if executor is None:
+        if executor is None and stages is None:
+            executor = planned(LocalExecutor, self.pair)
+        elif executor is None:
             transport = "in_process" if self.ranks is None else "distributed"
-            executor = (
-                planned(LocalExecutor, self.pair)
-                if stages is None
-                else planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
-            )
+            executor = planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
         plan, serving = executor.plan, serving or ServingRules()
         # Check before the target is loaded and ranks start.
         for part, base in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
@@ -383,12 +381,9 @@ def build_parts(
         source = bench.pair.fitted_source(cfg["source"], cfg["policy"])
         objects = bench.objects("source", executor.plan, judge, serving)
         try:
+            drafts = build_part(source, objects, "source", TokenSource)
             parts = bench.parts(
-                source=build_part(source, objects, "source", TokenSource),
-                policy=policy,
-                verifier=judge,
-                executor=executor,
-                serving=serving,
+                source=drafts, policy=policy, verifier=judge, executor=executor, serving=serving
             )
         finally:
             if bench.ranks is not None:

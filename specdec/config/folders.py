@@ -16,9 +16,8 @@ from omegaconf import OmegaConf
 
 from specdec.config.options import Node, read_yaml
 from specdec.errors import UserError
-from specdec.files import flatten, is_full, read_json, write_json, write_text
+from specdec.files import CONFIG_FILE, flatten, is_full, read_json, write_json, write_text
 
-CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
 _LONGEST_NAME = 120
 
@@ -47,7 +46,6 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
     left in the folder, so that the corrected command can use it.
     """
     existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
-    status = {"status": "ok", "error": ""}
     try:
         if (stored := _claim(folder, config, result)) is not None:
             return stored, False
@@ -55,7 +53,7 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
             try:
                 done = work()
             except BaseException as error:
-                status["status"] = "interrupted"
+                status = {"status": "interrupted", "error": ""}
                 if not isinstance(error, KeyboardInterrupt):
                     trace = "".join(format_exception(error))
                     text = f"{type(error).__name__}: {error}"
@@ -63,7 +61,7 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
                 with suppress(OSError):  # the failure may be a full disk
                     write_json(folder / STATUS_FILE, status)
                 raise
-            write_json(folder / STATUS_FILE, status)
+            write_json(folder / STATUS_FILE, {"status": "ok", "error": ""})
             return done, True
     except UserError:
         own = {CONFIG_FILE, STATUS_FILE}

@@ -202,10 +202,9 @@ def checked_job(composed: Composed) -> Job:
     if any(node.get("model") == "middle" for node in sources):
         lacks = {"pretrained": "middle", "random": "middle_layers"}.get(model["kind"])
         if lacks and model[lacks] is None:
-            value = "PATH" if lacks == "middle" else "LAYERS"
             raise UserError(
-                f"strategy={name} needs a middle model, but model.{lacks} is not set: add"
-                f" model.{lacks}={value}, or choose a source without one (source=draft_model)"
+                f"strategy={name} needs a middle model, but model.{lacks} is not set: add it, or"
+                " choose a source without one (source=draft_model)"
             )
     if model["kind"] == "pretrained":
         check_data(Request.of(**config["data"]))
@@ -314,9 +313,6 @@ def nodes_of(node: object) -> Iterator[dict[str, Any]]:
 
 def _class(node: Node) -> str:
     return str(node.get("_target_", ""))
-
-
-COMPARISON_FILE = "comparison.json"  # if this file exists in a folder, the comparison is complete
 
 
 @dataclass(frozen=True, slots=True)
