@@ -15,10 +15,10 @@ import numpy as np
 
 from specdec.config.folders import run_in
 from specdec.config.hydra import check_lists
-from specdec.config.job import compose_comparison, run_job_of
+from specdec.config.job import COMPARISON_FILE, compose_comparison, run_job_of
 from specdec.data import Prompt, prompt_tokens
 from specdec.errors import UserError
-from specdec.files import COMPARISON_FILE, plain
+from specdec.files import plain
 from specdec.metrics import RequestResult, summarise
 from specdec.pairs import ModelPair, build_pair
 from specdec.report import results

@@ -21,10 +21,6 @@ import yaml
 
 from specdec.errors import UserError
 
-CONFIG_FILE = "config.yaml"
-SUMMARY_FILE, COMPARISON_FILE = "summary.json", "comparison.json"
-"""Written last in the folder of a run or comparison: if it exists, the work is complete."""
-
 
 def cache_dir() -> Path:
     return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()

@@ -15,11 +15,12 @@ from specdec.cli.arguments import Arguments
 from specdec.cli.loggers import check_logger, log_results
 from specdec.config import folders
 from specdec.config.hydra import compose_raw, without_hydra
-from specdec.config.job import Comparison, Job
+from specdec.config.job import COMPARISON_FILE, Comparison, Job
 from specdec.config.options import Node, Trees
 from specdec.errors import UserError
-from specdec.files import COMPARISON_FILE, SUMMARY_FILE
 from specdec.runs.progress import Progress
+
+SUMMARY_FILE = "summary.json"  # written last in a run folder: if it exists, the run is complete
 
 
 def execute(work: Job | Comparison, folder: Path) -> bool:

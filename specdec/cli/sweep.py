@@ -26,7 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specdec.cli.execute import execute, print_notices
+from specdec.cli.execute import SUMMARY_FILE, execute, print_notices
 from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.config.hydra import (
     Words,
@@ -41,7 +41,7 @@ from specdec.config.hydra import (
 from specdec.config.job import checked_job, run_job_of
 from specdec.config.options import Trees, config_dir
 from specdec.errors import UserError
-from specdec.files import SUMMARY_FILE, is_full, parse_json, write_text
+from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
 
 _MAX_CHECKED = 64

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specdec.cli.arguments import Arguments, read_values
+from specdec.cli.execute import SUMMARY_FILE
+from specdec.config.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
-from specdec.files import CONFIG_FILE, SUMMARY_FILE, read_json, write_bytes, write_text
+from specdec.files import read_json, write_bytes, write_text
 from specdec.parts.fields import expects
 
 HELP = """\

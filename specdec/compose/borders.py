@@ -37,8 +37,7 @@ def candidates_fault(
     found: Candidates, vocab_size: int | None, _state: DecodeState, nodes: Sized, k: int
 ) -> str:
     """Says which rule of ``Candidates`` the result of ``expand`` breaks; "" if none."""
-    num_nodes = len(nodes)
-    tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
+    tokens, logprobs, counts, num_nodes = found.tokens, found.logprobs, found.counts, len(nodes)
     if not all(isinstance(array, np.ndarray) for array in (tokens, logprobs, counts)):
         return "candidates whose tokens, logprobs or counts are no NumPy arrays"
     if tokens.ndim != 2 or len(tokens) != num_nodes or counts.shape != (num_nodes,):

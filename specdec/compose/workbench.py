@@ -479,13 +479,12 @@ def build(
     """
     words = [f"strategy={preset}"]
     config = compose_config(words).values
-    if keys.get("stages") is not None and "stages" not in config["executor"]:
-        words.append(f"executor={keys.pop('executor', None) or 'pipeline'}")
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if "stages" in keys and "stages" not in config["executor"]:
+        words.append(f"executor={keys.pop('executor', 'pipeline')}")
         keys["executor.stages"] = keys.pop("stages")
     sections = {name: config.get(name) or {} for name in _SECTIONS}
     for key, value in keys.items():
-        if value is None:
-            continue
         names = [f"{name}.{key}" for name, section in sections.items() if key in section]
         if "." in key or key in sections:
             names = [key]

@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 
 from specdec.config.options import Node, read_yaml
 from specdec.errors import UserError
-from specdec.files import CONFIG_FILE, flatten, is_full, read_json, write_json, write_text
+from specdec.files import flatten, is_full, read_json, write_json, write_text
 
+CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
 _LONGEST_NAME = 120
 

@@ -315,6 +315,9 @@ def _class(node: Node) -> str:
     return str(node.get("_target_", ""))
 
 
+COMPARISON_FILE = "comparison.json"  # if this file exists in a folder, the comparison is complete
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     jobs: tuple[Job, ...]

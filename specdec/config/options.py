@@ -98,7 +98,7 @@ def first_comment(path: Path) -> str:
     return " ".join(found).strip()
 
 
-def stated(path: Path, what: str) -> str:
+def stated(path: Path, what: str, seen: Sequence[Path] = ()) -> str:
     """Returns the text of the comment ``# <what>: ...`` in an option's YAML or, if it has none, in
     a YAML of its defaults list; "" if there is no such comment.
     """
@@ -108,8 +108,8 @@ def stated(path: Path, what: str) -> str:
     folders = (path.parent, config_dir() / path.parent.name)
     bases = [base for base in _read(path)[0] if isinstance(base, str)]
     files = [folder / f"{base}.yaml" for base in bases for folder in folders]
-    texts = (stated(file, what) for file in files if file.is_file() and file != path)
-    return next(filter(None, texts), "")
+    others = [file for file in files if file.is_file() and file not in (*seen, path)]
+    return next(filter(None, (stated(file, what, (*seen, path)) for file in others)), "")
 
 
 def chosen_parts(path: Path) -> dict[str, str]:

@@ -38,7 +38,8 @@ def locate(target: object, where: str, base: type | None = None) -> type:
         ) from error
     if not isinstance(cls, type):
         raise UserError(f"{at} is not a class: name a class of the {where} part")
-    check_class(cls, base, at)
+    if base is not None:
+        check_class(cls, base, at)
     return cls
 
 
@@ -123,9 +124,7 @@ def build_part(
         raise UserError(f"{where} ({cls.__name__}): {error}") from error
 
 
-def check_class(cls: type, base: type | None, at: str) -> None:
-    if base is None:
-        return
+def check_class(cls: type, base: type, at: str) -> None:
     name, path = base.__name__, f"{base.__module__}.{base.__name__}"
     if not issubclass(cls, base):
         raise UserError(f"{at} is not a {name}: name a class that subclasses {path}")

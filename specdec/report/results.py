@@ -14,22 +14,15 @@ from pandas import DataFrame, concat
 from pydantic import ConfigDict, TypeAdapter
 
 from specdec.errors import UserError
-from specdec.files import (
-    COMPARISON_FILE,
-    CONFIG_FILE,
-    SUMMARY_FILE,
-    flatten,
-    parse_json,
-    parse_yaml,
-    plain,
-    read_json,
-)
+from specdec.files import flatten, parse_json, parse_yaml, plain, read_json
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
 from specdec.report.styles import Style, row_styles
 
-REQUESTS_FILE = "requests.jsonl"
+CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
+COMPARISON_FILE, REQUESTS_FILE = "comparison.json", "requests.jsonl"
+
 ENDS_FILE = "token_ends.json"  # strategy -> prompt id -> ``token_ends`` of the output
 
 _SHARED = (  # A run and its baseline must agree in these configuration keys
