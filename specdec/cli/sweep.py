@@ -39,7 +39,7 @@ from specdec.config.hydra import (
     without_hydra,
 )
 from specdec.config.job import checked_job, run_job_of
-from specdec.config.options import Trees, config_dir
+from specdec.config.options import CONFIG_DIR, Trees
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
@@ -159,7 +159,7 @@ def _check_hydra(parsed: Sequence[Override]) -> None:
 def run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -> None:
     before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
     try:
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")(task)()
     finally:
         sys.argv = before
 

@@ -53,8 +53,7 @@ def main(arguments: Arguments) -> int:
     config = train_job(kind, overrides, arguments.config_dirs).config
     import torch
 
-    from specdec.pairs import PretrainedPair, build_pair
-    from specdec.pairs.huggingface import HuggingFacePair
+    from specdec.pairs import HuggingFacePair, PretrainedPair, build_pair
     from specdec.train.progress import progress_bar
     from specdec.train.run import check_texts, sharded, train
 

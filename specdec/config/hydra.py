@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.config.options import (
+    CONFIG_DIR,
     GROUPS,
     YAML_ERRORS,
     Trees,
-    config_dir,
     config_tree,
     has_key,
     options,
@@ -174,7 +174,7 @@ def search_path(extra: Trees) -> list[str]:
 
 def _hydra_compose(overrides: Words, name: str, extra: Trees) -> DictConfig:
     words = [*search_path(extra), *overrides]
-    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
         return compose(config_name=name, overrides=words, return_hydra_config=True)
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,11 @@ BASES = {  # group -> base class of what its ``_target_`` may name; None if it t
 GROUPS = tuple(BASES)
 """Groups whose options can be chosen on the command line; the tree has other folders, too."""
 
+CONFIG_DIR = (Path(__file__).parent.parent / "conf").resolve()
 _WRAPPED = 80  # a comment's line of this length or more continues on the next line
 
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 """Errors of reading a YAML; PyYAML raises ``AttributeError`` for a malformed date."""
-
-
-@cache
-def config_dir() -> Path:
-    return (Path(__file__).parent.parent / "conf").resolve()
 
 
 def config_tree(name: str | Path) -> Path:
@@ -64,7 +59,7 @@ def options(group: str, extra: Trees = ()) -> dict[str, Path]:
     """Returns a group's options, name -> YAML file, sorted. Files whose name begins with an
     underscore are not options; trees in ``extra`` take precedence.
     """
-    folders = (Path(root) / group for root in (config_dir(), *reversed(extra)))
+    folders = (Path(root) / group for root in (CONFIG_DIR, *reversed(extra)))
     paths = {path.stem: path for folder in folders for path in folder.glob("[!_]*.yaml")}
     return dict(sorted(paths.items()))
 
@@ -105,7 +100,7 @@ def stated(path: Path, what: str, seen: Sequence[Path] = ()) -> str:
     for line in _lines(path):
         if line.startswith(f"# {what}:"):
             return line.partition(":")[2].strip().rstrip(".")
-    folders = (path.parent, config_dir() / path.parent.name)
+    folders = (path.parent, CONFIG_DIR / path.parent.name)
     bases = [base for base in _read(path)[0] if isinstance(base, str)]
     files = [folder / f"{base}.yaml" for base in bases for folder in folders]
     others = [file for file in files if file.is_file() and file not in (*seen, path)]
