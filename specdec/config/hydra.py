@@ -147,10 +147,11 @@ def plain(raw: DictConfig, trees: Trees = ()) -> Composed:
     chosen: Any = OmegaConf.to_container(raw.hydra.runtime.choices)
     choices = {group: str(chosen[group]) for group in GROUPS if group in chosen}
     config = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-    for key in sorted(OmegaConf.missing_keys(config)):
-        group = key.split(".")[0]
-        option = f"{group}={choices.get(group, '...')}"
-        raise UserError(f"{key} has no value and {option} needs one: add {key}=VALUE")
+    for key, value in flatten(OmegaConf.to_container(config)).items():
+        if value == "???":
+            group = key.split(".")[0]
+            option = f"{group}={choices.get(group, '...')}"
+            raise UserError(f"{key} has no value and {option} needs one: add {key}=VALUE")
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
