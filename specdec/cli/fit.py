@@ -26,7 +26,7 @@ class Keys:
     lengths: Annotated[Lengths, "emitted: lists count the target's token | accepted"] = "auto"
     passes: Annotated[Literal["chain", "tree"], "tree: a hit is any right node of a tree"] = "chain"
     predict: Annotated[Sequence[Count], "chain lengths to print; 1 to 20 by default"] = range(1, 21)
-    check: Annotated[Sequence[Text], "logs of the pair at another chain length, or a pattern"] = ()
+    check: Annotated[Sequence[Text], "FILE,FILE or pattern: the pair at another chain length"] = ()
     holdout: Annotated[int, Field(ge=2, le=99), "every third (or other) request is held out"] = 3
     draft: Annotated[Name | None, "name of the draft; profiles then need its time"] = None
     source: Annotated[Text, "origin of the logs, for the option's provenance"] = "acceptance logs"

@@ -328,6 +328,7 @@ class Workbench:
         """
         clock, meter, draws, ranks = self.clock, self.meter, self.draws, self.ranks
         blocks, free_ranks = (serving.num_blocks, serving.block_tokens), count(plan.num_ranks + 1)
+        shared: dict[str, Any] = {"blocks": blocks, "clock": clock, "meter": meter}
         of_run = {"clock": lambda: clock, "meter": lambda: meter, "draws": lambda: draws}
         if kind == "policy":
             return {
@@ -352,12 +353,7 @@ class Workbench:
             **of_run,
             "blocks": lambda: blocks,
             "first_stage": lambda: self._first_stage,
-            "over_ranks": lambda: (
-                ranks
-                and partial(
-                    ranks.executor, seed=draws.seed, blocks=blocks, clock=clock, meter=meter
-                )
-            ),
+            "over_ranks": lambda: ranks and partial(ranks.executor, seed=draws.seed, **shared),
         }
 
 
