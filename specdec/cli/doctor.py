@@ -153,8 +153,7 @@ def _show(report: dict[str, Any]) -> None:
     shown = table[["reading", "accepted", "by place", "loss", "read so by"]]
     forms = {"accepted": "{:.3f}".format, "loss": lambda loss: f"{100 * loss:.1f} %"}
     print(shown.to_string(index=False, formatters=forms))
-    readings = report["readings"]
-    own = readings[0]
+    own, *_ = readings = report["readings"]
     if not report["fits"]:
         print(
             "The target accepts next to nothing under any reading: the head was trained for another"

@@ -1,5 +1,6 @@
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -51,10 +52,8 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
-    trace, trees = (
-        read_json(folder / name, remedy="run again with trace=true")
-        for name in (TIMELINE_FILE, TREES_FILE)
-    )
+    read = partial(read_json, remedy="run again with trace=true")
+    trace, trees = read(folder / TIMELINE_FILE), read(folder / TREES_FILE)
     if trace is None or trees is None:
         raise UserError(_without_trace(folder))
     title = _title(folder)

@@ -9,7 +9,7 @@ from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
 from specdec.config.hydra import read_keys
-from specdec.config.job import Job, run_job_of
+from specdec.config.job import Job, check_stages, run_job_of
 from specdec.config.options import Node
 from specdec.errors import UserError
 from specdec.files import read_json, write_json
@@ -75,6 +75,8 @@ def main(arguments: Arguments) -> int:
 
     for job in found:
         refuse(job.config)
+        if layers := job.config["model"].get("num_layers"):  # others are checked with their files
+            check_stages(job.config, layers)
     fail_fast = "--fail-fast" in arguments.flags
     verdicts, refused = list[Node](), list[str]()
     for job in found:

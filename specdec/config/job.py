@@ -210,14 +210,8 @@ def checked_job(composed: Composed) -> Job:
         check_data(Request.of(**config["data"]))
         num_layers, more = _check_models(name, config, sources)
     else:
-        num_layers, more = model.get("num_layers"), _notices_without_text(config, sources)
-    stages = config.get("executor", {}).get("stages")
-    if stages is not None and num_layers is not None and stages > num_layers:
-        raise UserError(
-            f"executor.stages={stages} is more than the {num_layers} layers of"
-            f" model={choices.get('model')}: choose 1 to {num_layers}"
-        )
-    config["clock"] = with_caveat(config, num_layers or 1)
+        num_layers, more = model.get("num_layers", 1), _notices_without_text(config, sources)
+    config["clock"] = with_caveat(config, num_layers)
     config["choices"] = choices
     return Job(name, config, values["output_dir"], (*notices, *more))
 
@@ -264,11 +258,12 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
         drafts = str(strategy.get("method")).endswith(("_assisted", "_draft"))
     needed = drafts or config["record"]
     infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
-    target, draft, at = infos["target"], infos.get("draft"), f"model.target={model['target']}"
+    target, draft = infos["target"], infos.get("draft")
+    check_stages(config, target.num_layers)
     if not target.has_mtp and any(node.get("untrained") == "mtp" for node in sources):
         raise UserError(
-            f"{at} of model_type {target.model_type!r} has no MTP layers (num_mtp_layers,"
-            " num_nextn_predict_layers): choose another source, or model=random to try it"
+            f"model.target={model['target']} ({target.model_type}) has no MTP layers (num_mtp_layers"
+            " or num_nextn_predict_layers): choose another source, or model=random to try it"
         )
     if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
         raise UserError(
@@ -301,6 +296,15 @@ def _notices_without_text(config: Node, sources: Sequence[Node]) -> tuple[str, .
         " its figures say nothing of the method. Use model=tiny, model=hf, or model=replay with a"
         " record of your own pair",
     )
+
+
+def check_stages(config: Node, num_layers: int) -> None:
+    stages = config.get("executor", {}).get("stages")
+    if stages is not None and stages > num_layers:
+        raise UserError(
+            f"executor.stages={stages} is more than the {num_layers} layers of the target: choose"
+            f" 1 to {num_layers}"
+        )
 
 
 def nodes_of(node: object) -> Iterator[dict[str, Any]]:
