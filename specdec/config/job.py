@@ -262,8 +262,8 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
     check_stages(config, target.num_layers)
     if not target.has_mtp and any(node.get("untrained") == "mtp" for node in sources):
         raise UserError(
-            f"model.target={model['target']} ({target.model_type}) has no MTP layers (num_mtp_layers"
-            " or num_nextn_predict_layers): choose another source, or model=random to try it"
+            f"model.target={model['target']} ({target.model_type}) has no MTP layers"
+            " (num_mtp_layers, num_nextn_predict_layers): choose another source, or model=random to try it"
         )
     if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
         raise UserError(
