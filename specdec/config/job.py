@@ -258,12 +258,12 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
         drafts = str(strategy.get("method")).endswith(("_assisted", "_draft"))
     needed = drafts or config["record"]
     infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
-    target, draft = infos["target"], infos.get("draft")
+    target, draft, at = infos["target"], infos.get("draft"), f"model.target={model['target']}"
     check_stages(config, target.num_layers)
     if not target.has_mtp and any(node.get("untrained") == "mtp" for node in sources):
         raise UserError(
-            f"model.target={model['target']} ({target.model_type}) has no MTP layers"
-            " (num_mtp_layers, num_nextn_predict_layers): choose another source, or model=random to try it"
+            f"{at} of model_type {target.model_type!r} has no MTP layers (num_mtp_layers,"
+            " num_nextn_predict_layers): choose another source, or model=random to try it"
         )
     if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
         raise UserError(
