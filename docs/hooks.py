@@ -12,7 +12,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from specdec.config.options import GROUPS, config_dir, first_comment, options
+from specdec.config.options import CONFIG_DIR, GROUPS, first_comment, options
 
 NAV: dict[str, list[str]] = {
     "Start": [
@@ -116,16 +116,16 @@ def configuration_page() -> str:
         "",
     ]
     for root in ROOTS:
-        path = config_dir() / f"{root}.yaml"
+        path = CONFIG_DIR / f"{root}.yaml"
         lines += _section(f"`{root}.yaml`", first_comment(path), path, level=2)
     for group in (*GROUPS, "profile"):
         lines += [f"## `{group}=`" if group != "profile" else "## `clock.profile=`", ""]
-        shared = config_dir() / group / "_keys.yaml"
+        shared = CONFIG_DIR / group / "_keys.yaml"
         if shared.is_file():
             lines += _section("Keys of every option", "", shared, level=3)
         for name, path in options(group).items():
             lines += _section(f"`{group}={name}`", first_comment(path), path, level=3)
-    for path in sorted((config_dir() / "train").glob("*.yaml")):
+    for path in sorted((CONFIG_DIR / "train").glob("*.yaml")):
         what = "" if path.stem.startswith("_") else f" {path.stem}"
         lines += _section(f"`specdec train{what}`", first_comment(path), path, level=2)
     return "\n".join(lines) + "\n"

@@ -98,6 +98,19 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(why_unreadable(error)) from error
 
 
+def read_json(path: Path, kind: type = dict, *, remedy: str = "delete it and run it again") -> Any:
+    """Returns the JSON object, or value of another ``kind``, in a file; None without the file."""
+    if not path.is_file():
+        return None
+    try:
+        value = parse_json(path.read_bytes())
+        if not isinstance(value, kind):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): {remedy}") from error
+    return value
+
+
 def parse_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)

@@ -74,10 +74,10 @@ def _files_of_the_package_are_parsed_once() -> Iterator[None]:
     from hydra._internal.config_repository import ConfigRepository
     from hydra.core.object_type import ObjectType
 
-    from specdec.config.hydra import config_dir
+    from specdec.config.hydra import CONFIG_DIR
 
     load, kept = ConfigRepository.load_config, dict[tuple[str, str], bytes]()
-    tree = str(config_dir())
+    tree = str(CONFIG_DIR)
 
     def once(repository: Any, config_path: str) -> Any:
         source = repository._find_object_source(config_path, ObjectType.CONFIG)

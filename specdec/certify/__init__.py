@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from specdec.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from specdec.certify.certify import CHECKS, DEPTHS
+    from specdec.certify.certify import CHECKS
     from specdec.certify.report import Check, Report, print_report
     from specdec.certify.subject import refuse
 

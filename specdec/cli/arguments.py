@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args
 
 from specdec.config.options import config_tree
 from specdec.errors import UserError
@@ -37,17 +37,10 @@ _SHORT = {
     "-c": "--cfg",
     "-i": "--info",
     "-cd": "--config-dir",
-    "-cn": "--config-name",
-    "-cp": "--config-path",
 }
 _CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-}
-_NOT_HERE = {  # flags of Hydra that this command line refuses, with advice for the error message
-    "--config-name": "every command has its own root; put a group experiment/NAME.yaml into a tree"
-    " of your own and use --config-dir DIR +experiment=NAME",
-    "--config-path": "use --config-dir DIR, which adds a tree of your own to the library's",
 }
 
 
@@ -72,8 +65,6 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
             chosen[name.strip("-")] = value
         elif name in known and not equals:
             flags_set.add(name)
-        elif name in _NOT_HERE:
-            raise UserError(f"{name} does not apply here: {_NOT_HERE[name]}")
         else:
             raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
     return Arguments(tuple(overrides), frozenset(flags_set), tuple(trees), **chosen)
@@ -103,10 +94,9 @@ def read_values(
 
 def help_of(schema: type[Any]) -> str:
     lines = []
-    for name, hint in get_type_hints(schema, include_extras=True).items():
-        default = inspect.signature(schema).parameters[name].default  # slots hide it
-        shown = f"{name}={default if isinstance(default, str | int | float) else ''}"
-        text = "; ".join(part for part in get_args(hint) if isinstance(part, str))
+    for p in inspect.signature(schema, eval_str=True).parameters.values():
+        shown = f"{p.name}={p.default if isinstance(p.default, str | int | float) else ''}"
+        text = "; ".join(part for part in get_args(p.annotation) if isinstance(part, str))
         lines.append(fill(text, 100, initial_indent=f"  {shown:<22} ", subsequent_indent=" " * 25))
     return "\n".join(lines)
 

@@ -33,9 +33,7 @@ FLAGS = ("--cfg",)
 
 def main(arguments: Arguments) -> int:
     if arguments.cfg:
-        return show_config(
-            arguments, lambda *words: compose_comparison(*words).config, name="compare"
-        )
+        return show_config(arguments, compose_comparison, name="compare")
     comparison = compose_comparison(arguments.overrides, arguments.config_dirs)
     print_notices(comparison.notices)
     execute(comparison, output_folder(comparison.output_dir, "compare"))

@@ -1,5 +1,3 @@
-"""``specdec doctor`` finds the interpretation of an EAGLE head's files with the best acceptance."""
-
 from __future__ import annotations
 
 import json
@@ -27,9 +25,7 @@ class Keys(OneModel):
     prompts: Annotated[Count, "of the data set"] = 8
     new_tokens: Annotated[Count, "continuing each prompt"] = 96
     tokens: Annotated[Count, "K"] = 4
-    json: Annotated[
-        Text | None, 'file for the figures, "-" for the screen in place of the table'
-    ] = None
+    json: Annotated[Text | None, 'file for the figures; "-": printed in place of a table'] = None
 
 
 HELP = f"""\
@@ -157,7 +153,7 @@ def _show(report: dict[str, Any]) -> None:
     shown = table[["reading", "accepted", "by place", "loss", "read so by"]]
     forms = {"accepted": "{:.3f}".format, "loss": lambda loss: f"{100 * loss:.1f} %"}
     print(shown.to_string(index=False, formatters=forms))
-    own, rows = report["readings"][0], {row["reading"]: row for row in report["readings"]}
+    own, *_ = readings = report["readings"]
     if not report["fits"]:
         print(
             "The target accepts next to nothing under any reading: the head was trained for another"
@@ -165,13 +161,13 @@ def _show(report: dict[str, Any]) -> None:
         )
     elif report["is_right"]:
         print("The folder is read as the head was trained: no other accepts clearly more.")
-        others = [row for row in rows.values() if row is not own]
-        worst = max(others, key=lambda row: row["loss"], default=own)
-        if worst is not own and worst["loss"] > 0:
+        worst = max(readings, key=lambda row: row["loss"])
+        if worst is not own:
             lost = f"{100 * worst['loss']:.0f} % of accepted tokens"
             print(f"Read with {worst['reading']!r} it would lose {lost}.")
     else:
-        lost, best = f"{100 * own['loss']:.0f} % of its tokens", rows[report["best"]]
+        lost = f"{100 * own['loss']:.0f} % of its tokens"
+        best = next(row for row in readings if row["reading"] == report["best"])
         print(f"The head was trained for {best['reading']!r}: as on disk it loses {lost}.")
         if best["remedy"]:
             print(f"Put into its config.json: {best['remedy']}")

@@ -1,6 +1,6 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -20,8 +20,7 @@ from specdec.config.options import Node, Trees
 from specdec.errors import UserError
 from specdec.runs.progress import Progress
 
-RESULT_FILE = "summary.json"
-"""This file is written last in a run folder: if it exists, the run is complete."""
+SUMMARY_FILE = "summary.json"  # written last in a run folder: if it exists, the run is complete
 
 
 def execute(work: Job | Comparison, folder: Path) -> bool:
@@ -31,7 +30,7 @@ def execute(work: Job | Comparison, folder: Path) -> bool:
     from specdec.runs.jobs import compare_jobs, run_job
 
     if isinstance(work, Job):
-        configs, result, table = [work.config], RESULT_FILE, ""
+        configs, result, table = [work.config], SUMMARY_FILE, ""
         do: Callable[[Any], Node] = partial(run_job, work.config, folder)
     else:
         configs = [job.config for job in work.jobs]
@@ -46,17 +45,10 @@ def execute(work: Job | Comparison, folder: Path) -> bool:
 
 
 def run_in(
-    folder: Path,
-    config: Node,
-    result: str,
-    work: Callable[[Any], Any],
-    *,
-    table: str = "",
+    folder: Path, config: Node, result: str, work: Callable[[Any], Any], *, table: str = ""
 ) -> tuple[Any, bool]:
-    """Calls ``work`` unless ``folder`` is complete; returns the result, and whether it is new.
-
-    ``work`` is called with the ``Progress`` to which it reports. If the folder has the file
-    ``result`` already, this is read, and the folder's file named ``table`` is printed.
+    """Like ``folders.run_in``, but calls ``work`` with the ``Progress`` to which it reports, and
+    prints the folder's file ``table`` if the result is not new.
     """
 
     def shown() -> Any:
@@ -78,7 +70,7 @@ def print_notices(notices: Iterable[str]) -> None:
 
 def show_config(
     arguments: Arguments,
-    make: Callable[[Sequence[str], Trees], Node],
+    make: Callable[[Sequence[str], Trees], Job | Comparison],
     jobs: Sequence[Sequence[str]] | None = None,
     *,
     name: str,
@@ -92,16 +84,16 @@ def show_config(
     for overrides in [arguments.overrides] if jobs is None else jobs:
         if jobs is not None:
             print(f"---\n# {' '.join(overrides)}")
-        refused = None
+        refused = list[str]()
         if arguments.cfg == "job":
             try:
-                config = make(without_hydra(overrides), arguments.config_dirs)
-                print(folders.as_yaml(config), end="")
+                work = make(without_hydra(overrides), arguments.config_dirs)
+                print(folders.as_yaml(work.config), end="")
                 continue
             except UserError as error:
-                refused = f"this configuration cannot be run: {error}"
+                refused = [f"this configuration cannot be run: {error}"]
         raw = compose_raw(overrides, name=name, extra=arguments.config_dirs)
-        print_notices([refused] if refused else [])
+        print_notices(refused)
         wanted = {"job": [False], "hydra": [True], "all": [False, True]}[arguments.cfg]
         keys = [str(key) for key in raw if (key == "hydra") in wanted]
         print(OmegaConf.to_yaml(OmegaConf.masked_copy(raw, keys)), end="")
@@ -150,9 +142,5 @@ def reporting() -> Iterator[Progress]:
     columns = (*Bars.get_default_columns(), *counts)  # text, bar, share, time left
     console, plain = Console(stderr=True), not sys.stderr.isatty()
     progress = Bars(*columns, console=console, redirect_stdout=False, disable=plain)
-    progress.start()
-    try:
+    with nullcontext() if plain else progress:  # rich would write an empty line at its end
         yield _Reports(progress)
-    finally:
-        if not plain:  # rich would write an empty line
-            progress.stop()

@@ -1,5 +1,3 @@
-"""``specdec fit`` fits an acceptance model to acceptance measured elsewhere."""
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,25 +20,14 @@ Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 @dataclass(frozen=True, kw_only=True)
 class Keys:
     name: Annotated[Name, "of the option"] = "law"
-    output_dir: Annotated[
-        Text | None, "writes DIR/model/NAME.yaml: --config-dir DIR model=NAME"
-    ] = None
+    output_dir: Annotated[Text | None, "DIR, for DIR/model/NAME.yaml: --config-dir DIR"] = None
     method: Annotated[Text | None, "which of several pairs, methods or models in a file"] = None
     draft_tokens: Annotated[Count | None, "verified per pass, where the log does not say"] = None
-    lengths: Annotated[
-        Lengths, "emitted | accepted: whether lists count the target's own token"
-    ] = "auto"
-    passes: Annotated[
-        Literal["chain", "tree"],
-        "tree: the passes verified trees; a hit is then any right node of a tree",
-    ] = "chain"
+    lengths: Annotated[Lengths, "emitted: lists count the target's token | accepted"] = "auto"
+    passes: Annotated[Literal["chain", "tree"], "tree: a hit is any right node of a tree"] = "chain"
     predict: Annotated[Sequence[Count], "chain lengths to print; 1 to 20 by default"] = range(1, 21)
-    check: Annotated[
-        Sequence[Text], "a log of the same pair at another chain length; [FILE,FILE] or a pattern"
-    ] = ()
-    holdout: Annotated[
-        int, Field(ge=2, le=99), "every third request, or other number, is held out for the check"
-    ] = 3
+    check: Annotated[Sequence[Text], "FILE,FILE or pattern: the pair at another chain length"] = ()
+    holdout: Annotated[int, Field(ge=2, le=99), "every third (or other) request is held out"] = 3
     draft: Annotated[Name | None, "name of the draft; profiles then need its time"] = None
     source: Annotated[Text, "origin of the logs, for the option's provenance"] = "acceptance logs"
     license: Annotated[str, "of the logs"] = ""

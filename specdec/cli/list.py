@@ -1,6 +1,5 @@
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -56,23 +55,16 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def _shown(value: object) -> str:
-    """Returns a value as written on a command line, or "(N parts)" for a list of N parts."""
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        return f"({len(value)} parts)"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _about(group: str, path: Path, trees: Trees) -> str:
-    """Describes an option by its title or first comment. For a part its keys and defaults follow,
-    for a preset the comments "# Needs:" and "# Costs:" of its file and of its parts' files.
+    """Describes an option by its title or first comment. For a part its own keys and defaults
+    follow, for a preset the comments "# Needs:" and "# Costs:" of its file and its parts' files.
     """
     values = own_values(path)
     if group != "strategy":
         keys = [
-            f"{key}={_shown(value)}"
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
             for key, value in flatten(values).items()
-            if group in PARTS and "_target_" not in key and key != "sources"
+            if group in PARTS and "_target_" not in f"{key} {value}"
         ]
         return first_comment(path) + (f" [{' '.join(keys)}]" if keys else "")
     chosen = {g: option for g, option in chosen_parts(path).items() if g in PARTS}

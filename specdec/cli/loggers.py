@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from specdec.config.options import Node
 from specdec.errors import UserError
-from specdec.files import parse_json, write_json
+from specdec.files import read_json, write_json
 from specdec.interfaces import Logger
 from specdec.parts.build import build_part
 from specdec.parts.fields import Text, validated
@@ -32,8 +32,7 @@ def log_results(configs: Sequence[Node], rows: Sequence[Node], folder: Path) -> 
 
 
 def _served(folder: Path) -> list[Any]:
-    file = folder / LOGGED_FILE
-    return list(parse_json(file.read_bytes())["loggers"]) if file.is_file() else []
+    return list((read_json(folder / LOGGED_FILE) or {"loggers": []})["loggers"])
 
 
 def _logger(node: Node, served: Sequence[Any]) -> Logger | None:
@@ -77,7 +76,6 @@ class WandbLogger(Logger):
             )
 
     def log(self, config: Node, row: Node, folder: Path) -> None:
-        from specdec.report.results import read_json
         from specdec.report.traces import rejection_metrics
 
         wandb = importlib.import_module("wandb")

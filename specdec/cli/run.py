@@ -1,6 +1,6 @@
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import execute, print_notices, show_config
-from specdec.cli.sweep import experiment_sweeps, show_info, sweep, with_params
+from specdec.cli.sweep import experiment_sweeps, run_hydra, sweep, with_params
 from specdec.config.folders import output_folder
 from specdec.config.hydra import combinations
 from specdec.config.job import run_job_of
@@ -38,11 +38,12 @@ FLAGS = ("--multirun", "--cfg", "--info")
 def main(arguments: Arguments) -> int:
     overrides, extra = arguments.overrides, arguments.config_dirs
     if arguments.info:
-        return show_info(arguments)
+        run_hydra(lambda _: None, ["--info", arguments.info, *overrides], extra)
+        return 0
     is_sweep = "--multirun" in arguments.flags or experiment_sweeps(overrides, extra)
     if arguments.cfg:
         jobs = combinations(with_params(overrides, extra), extra) if is_sweep else None
-        return show_config(arguments, lambda *w: run_job_of(*w).config, jobs, name="config")
+        return show_config(arguments, run_job_of, jobs, name="config")
     if is_sweep:
         return sweep(overrides, extra)
     job = run_job_of(overrides, extra)

@@ -2,7 +2,9 @@
 
 A Hydra launcher reports only the first failure and does not skip complete jobs. A job here
 therefore never raises: it writes a record of its outcome, and the sweep lists all records at its
-end. Records are files, because joblib and submitit run jobs in other processes.
+end: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed, interrupted, lost),
+``error`` and ``seconds``. Records are files, because joblib and submitit run jobs in other
+processes.
 """
 
 import json
@@ -14,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from traceback import format_exc, print_exc
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,8 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specdec.cli.arguments import Arguments
-from specdec.cli.execute import RESULT_FILE, execute, print_notices
+from specdec.cli.execute import SUMMARY_FILE, execute, print_notices
 from specdec.config.folders import alone_in, make_folder, output_folder, safe_name
 from specdec.config.hydra import (
     Words,
@@ -36,11 +36,10 @@ from specdec.config.hydra import (
     parse,
     plain,
     search_path,
-    take,
     without_hydra,
 )
 from specdec.config.job import checked_job, run_job_of
-from specdec.config.options import Trees, config_dir
+from specdec.config.options import CONFIG_DIR, Trees
 from specdec.errors import UserError
 from specdec.files import is_full, parse_json, write_text
 from specdec.parts.build import locate
@@ -49,18 +48,9 @@ _MAX_CHECKED = 64
 SWEEP_FILE = "sweep.json"
 _NOTES = ".jobs-"
 
-Record = dict[str, Any]
-"""Outcome of a job: ``job`` (its folder's name), ``status`` (ok, skipped, refused, failed,
-interrupted, lost), ``error`` and ``seconds``.
-"""
-
-_LOST: Record = {
-    "status": "lost",
-    "error": "its process ended without a record (killed, or out of memory), or never started",
-}
-_INTERRUPTED: Record = {
-    "status": "interrupted",
-    "error": "the sweep was interrupted before this job ended; the same command continues it",
+_UNRECORDED = {  # status of jobs without a record -> error
+    "lost": "its process ended without a record (killed, or out of memory), or never started",
+    "interrupted": "the sweep was interrupted before this job ended; the same command continues it",
 }
 
 
@@ -74,8 +64,6 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
     """
     parsed = parse(overrides)
     _check_hydra(parsed)
-    own, overrides = take(overrides, "output_dir")
-    folder = output_folder(own.get("output_dir"), "sweep")
     axes = with_params(overrides, extra)
     jobs = combinations(axes, extra)
     varying = [key_of(o) for o in axes if o.is_sweep_override()]
@@ -86,8 +74,9 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
         )
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
+    folder = output_folder(checked[0].output_dir, "sweep")
     print_notices(text for job in checked for text in job.notices)
-    launcher = take(overrides, "hydra/launcher")[0].get("hydra/launcher")
+    launcher = next((o.value() for o in parsed if key_of(o) == "hydra/launcher"), None)
     wall = any(job.config["clock"].get("kind") != "simulated" for job in checked)
     if wall and launcher in ("joblib", "submitit_local"):
         text = "measured and paced times of this sweep do not count (tokens and simulated times do)"
@@ -99,16 +88,16 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
         for old in folder.glob(f"{_NOTES}*"):  # left by a killed sweep
             shutil.rmtree(old, ignore_errors=True)
         with TemporaryDirectory(prefix=_NOTES, dir=folder, ignore_cleanup_errors=True) as name:
-            notes, results, unrecorded = Path(name).resolve(), folder.resolve(), _LOST
+            notes, results, status = Path(name).resolve(), folder.resolve(), "lost"
 
             def task(config: DictConfig) -> None:
                 run_one(config, results, notes, varying, len(jobs), extra)
 
             where = f"hydra.sweep.dir={json.dumps(results.as_posix(), ensure_ascii=False)}"
             try:
-                _run_hydra(task, ["--multirun", *overrides, where], extra)
+                run_hydra(task, ["--multirun", *overrides, where], extra)
             except KeyboardInterrupt:
-                unrecorded = _INTERRUPTED
+                status = "interrupted"
                 raise
             except Exception as error:  # a launcher's: a worker was killed, a queue refused
                 print_exc()
@@ -117,15 +106,14 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
             finally:
                 read = [parse_json(path.read_bytes()) for path in notes.glob("*.json")]
                 written = {record["job"]: record for record in read}
-                records = [
-                    written.get(name, {"job": name, **unrecorded, "seconds": 0})
-                    for name in dict.fromkeys([*expected, *written])
-                ]
+                missing = {"status": status, "error": _UNRECORDED[status], "seconds": 0}
+                names = dict.fromkeys([*expected, *written])
+                records = [written.get(name, {"job": name, **missing}) for name in names]
                 write_text(folder / SWEEP_FILE, json.dumps(records, indent=1))
     bad = [r for r in records if r["status"] not in ("ok", "skipped")]
     run, skipped = (sum(r["status"] == status for r in records) for status in ("ok", "skipped"))
     counts = f"{run} run, {skipped} complete before, {len(bad)} failed"
-    print(f"sweep: {counts}; results in {folder}/*/{RESULT_FILE}")
+    print(f"sweep: {counts}; results in {folder}/*/{SUMMARY_FILE}")
     if run or skipped:
         from specdec.report.page import write_sweep
 
@@ -160,29 +148,18 @@ def _first_job(overrides: Words, extra: Trees) -> DictConfig:
 
 def _check_hydra(parsed: Sequence[Override]) -> None:
     for override in parsed:
-        key = key_of(override)
-        if key == "hydra/sweeper" and override.value() != "basic":
-            raise UserError(
-                f"{override.input_line} does not apply here: a job returns no number that a sweeper"
-                " could optimize; list the values to try, as in policy.gamma=2,4,8"
-            )
-        if key.startswith(("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")):
+        folders = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
+        if key_of(override).startswith(folders):
             raise UserError(
                 f"{override.input_line} does not apply here: output_dir=DIR names the folder of a"
                 " sweep, and its jobs are named by the values that vary"
             )
 
 
-def show_info(arguments: Arguments) -> int:
-    words = ["--info", arguments.info, *arguments.overrides]
-    _run_hydra(lambda _: None, words, arguments.config_dirs)
-    return 0
-
-
-def _run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -> None:
+def run_hydra(task: Callable[[DictConfig], None], words: Words, extra: Trees) -> None:
     before, sys.argv = sys.argv, ["specdec run", *words, *search_path(extra)]
     try:
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")(task)()
     finally:
         sys.argv = before
 
@@ -207,14 +184,12 @@ def run_one(
         status, reason = "failed", f"{type(error).__name__}: {error}"
         print(f"specdec: {error}" if is_full(error) else format_exc(), file=sys.stderr)
     seconds = round(time.monotonic() - start, 3)
-    record: Record = {"job": name, "status": status, "error": reason, "seconds": seconds}
-    try:
+    record = {"job": name, "status": status, "error": reason, "seconds": seconds}
+    with suppress(OSError):  # of a full disk; sweep.json, written at the end, reports it
         write_text(notes / f"{number}.json", json.dumps(record))
-    except OSError as error:
-        if not is_full(error):  # sweep.json, written at the end, would report a full disk
-            raise
 
 
 def _job_name(task: Sequence[str], varying: Sequence[str]) -> str:
     named = [t for t in task if t.lstrip("+~").partition("=")[0] in varying]
-    return safe_name(",".join(named or without_hydra(task)))
+    others = [t for t in without_hydra(task) if not t.startswith("output_dir=")]
+    return safe_name(",".join(named or others))

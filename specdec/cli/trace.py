@@ -1,5 +1,6 @@
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -7,10 +8,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specdec.cli.arguments import Arguments, read_values
+from specdec.cli.execute import SUMMARY_FILE
 from specdec.config.folders import CONFIG_FILE
 from specdec.config.options import read_yaml
 from specdec.errors import UserError
-from specdec.files import parse_json, write_bytes, write_text
+from specdec.files import read_json, write_bytes, write_text
 from specdec.parts.fields import expects
 
 HELP = """\
@@ -42,12 +44,7 @@ def main(arguments: Arguments) -> int:
     folder = Path(name).expanduser()
     first, _, last = keys.steps.partition("-")
     steps = (int(first), int(last)) if last else None
-    if steps and steps[0] > steps[1]:
-        raise UserError(f"steps={keys.steps} cannot be used: write FROM-TO, as in 40-70")
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name a run folder (output_dir of a run)")
-    for path in draw(folder, steps):
-        print(path)
+    print(*draw(folder, steps), sep="\n")
     return 0
 
 
@@ -55,19 +52,20 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     from specdec.report.traces import rejections_png, timeline_png
     from specdec.trace.files import TIMELINE_FILE, TREES_FILE, commit_kinds, tree_page
 
-    trace, trees = _load(folder / TIMELINE_FILE), _load(folder / TREES_FILE)
+    read = partial(read_json, remedy="run again with trace=true")
+    trace, trees = read(folder / TIMELINE_FILE), read(folder / TREES_FILE)
+    if trace is None or trees is None:
+        raise UserError(_without_trace(folder))
     title = _title(folder)
     wrapped = fill(title, 150)
     try:
         picture = timeline_png(trace, steps=steps, commits=commit_kinds(trees), title=wrapped)
         page = tree_page(trees, title=title)
         rejected = rejections_png(trees, title=wrapped)
-    except ValueError as error:
-        raise UserError(f"{folder}: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        why = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{folder} has a trace of another version ({type(error).__name__}: {error}): run it"
-            " again with trace=true"
+            f"{folder} cannot be drawn ({why}): choose other steps, or run again with trace=true"
         ) from error
     paths = [write_bytes(folder / "timeline.png", picture), write_text(folder / "tree.html", page)]
     if rejected is not None:
@@ -75,40 +73,17 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
     return [*paths, folder / TIMELINE_FILE]
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        trace = parse_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(_without_trace(path.parent)) from error
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): run again with trace=true") from error
-    if not isinstance(trace, dict):
-        raise UserError(f"{path} is not a trace: run again with trace=true")
-    return trace
-
-
 def _without_trace(folder: Path) -> str:
     config = _config(folder)
-    if config.get("command") == "compare":
-        return (
-            f"{folder} is a comparison, which has no trace: trace one of its strategies (specdec"
-            " run strategy=NAME trace=true)"
-        )
-    if config.get("trace"):
-        return f"{folder} has no trace yet: it is written when the run is complete"
-    if config:
-        origin = folder / "provenance.json"
-        command = parse_json(origin.read_bytes())["command"] if origin.is_file() else []
-        words = [w for w in command[1:] if not w.startswith(("output_dir=", "trace="))]
-        again = f"specdec {shlex.join(words)}" if words[:1] == ["run"] else "specdec run ..."
-        return (
-            f"{folder} was run without trace=true; run it with it, into another folder: {again}"
-            f" trace=true output_dir={shlex.quote(f'{folder}-trace')}"
-        )
-    traced = sorted(path.parent.name for path in folder.glob("*/trees.json"))
-    if traced:
-        return f"{folder} is a sweep: name one of its runs ({', '.join(traced[:6])})"
-    return f"{folder} has no trace: name the output_dir of a run with trace=true"
+    if "strategy" not in config or config.get("trace"):  # not the folder of a run, or incomplete
+        return f"{folder} has no trace: name the output_dir of a complete run with trace=true"
+    command = (read_json(folder / "provenance.json") or {"command": []})["command"]
+    words = [w for w in command[1:] if not w.startswith(("output_dir=", "trace="))]
+    again = f"specdec {shlex.join(words)}" if words[:1] == ["run"] else "specdec run ..."
+    return (
+        f"{folder} was run without trace=true; run it with it, into another folder: {again}"
+        f" trace=true output_dir={shlex.quote(f'{folder}-trace')}"
+    )
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -118,7 +93,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _title(folder: Path) -> str:
-    from specdec.report.results import SUMMARY_FILE, read_json
     from specdec.report.tables import title_of
 
     config = _config(folder)

@@ -4,8 +4,8 @@ from functools import partial
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import show_config
 from specdec.config.hydra import Words, compose_config
-from specdec.config.job import check_section
-from specdec.config.options import Node, Trees, first_comment, options
+from specdec.config.job import Job, check_section
+from specdec.config.options import Trees, first_comment, options
 from specdec.errors import UserError
 from specdec.parts.fields import did_you_mean
 
@@ -49,12 +49,11 @@ def main(arguments: Arguments) -> int:
         raise UserError(f"specdec train {kind}: {did_you_mean(kind, known)}")
     arguments = replace(arguments, overrides=tuple(overrides))
     if arguments.cfg:
-        return show_config(arguments, partial(train_config, kind), name=f"train/{kind}")
-    config = train_config(kind, overrides, arguments.config_dirs)
+        return show_config(arguments, partial(train_job, kind), name=f"train/{kind}")
+    config = train_job(kind, overrides, arguments.config_dirs).config
     import torch
 
-    from specdec.pairs import PretrainedPair, build_pair
-    from specdec.pairs.huggingface import HuggingFacePair
+    from specdec.pairs import HuggingFacePair, PretrainedPair, build_pair
     from specdec.train.progress import progress_bar
     from specdec.train.run import check_texts, sharded, train
 
@@ -62,26 +61,23 @@ def main(arguments: Arguments) -> int:
     if config["threads"]:
         torch.set_num_threads(config["threads"])
     pair = build_pair(config["model"])
-    if not isinstance(pair, HuggingFacePair):
-        raise UserError(
-            f"model={config['model'].get('kind')} has no model to train for: use model=hf"
-        )
+    if not isinstance(pair, PretrainedPair if config["shard"] else HuggingFacePair):
+        what = "model on disk, which shard=true reads" if config["shard"] else "model to train for"
+        raise UserError(f"model={config['model'].get('kind')} has no {what}: use model=hf")
     with progress_bar(kind) as report:
         size = pair.weight_bytes["target"] / 1e9
         report(0.0, f"loading the target: {size:.2f} GB of weights in {pair.dtype}")
-        if config["shard"] and not isinstance(pair, PretrainedPair):
-            raise UserError("shard=true reads a model from disk: use model=hf, or leave shard out")
         target = sharded(pair.info.path, pair.dtype) if config["shard"] else pair.target
         tokenizer, ends = getattr(pair, "tokenizer", None), sorted(pair.eos_ids)
         train(kind, config, target, tokenizer=tokenizer, ends=ends, report=report)
     return 0
 
 
-def train_config(kind: str, overrides: Words, extra: Trees = ()) -> Node:
+def train_job(kind: str, overrides: Words, extra: Trees) -> Job:
     from specdec.train.run import GROUPS, check
 
     composed = compose_config(overrides, name=f"train/{kind}", extra=extra)
     for group in GROUPS:
         check_section(group, composed.values[group], composed.choices)
     check(kind, composed.values)
-    return composed.values
+    return Job(kind, composed.values, None)

@@ -1,15 +1,19 @@
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from specdec.cli.arguments import Arguments
 from specdec.cli.execute import run_in, show_config
 from specdec.config.folders import output_folder
-from specdec.config.hydra import take
+from specdec.config.hydra import read_keys
 from specdec.config.job import Job, check_stages, run_job_of
 from specdec.config.options import Node
 from specdec.errors import UserError
-from specdec.files import parse_json, write_json
+from specdec.files import read_json, write_json
+from specdec.parts.fields import Text
 
 HELP = """\
 specdec verify [--cfg] [--fail-fast] [--config-dir DIR] [depth=standard|full] [group=option]
@@ -52,37 +56,33 @@ Examples
 FLAGS = ("--cfg", "--fail-fast")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    depth: Literal["standard", "full"] = "standard"
+    strategies: Annotated[Sequence[Text], Field(min_length=1)] = ()
+
+
 def main(arguments: Arguments) -> int:
-    own, shared = take(arguments.overrides, "depth", "strategies")
-    depth, names = str(own.get("depth", "standard")), own.get("strategies", [])
-    several = "strategies" in own
-    if several and not (
-        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    ):
-        raise UserError(f"strategies={names} is no list of presets: write strategies=[ar,suffix]")
-    jobs = [[f"strategy={name}", *shared] for name in dict.fromkeys(names)]
+    shared, own = read_keys(arguments.overrides, _Keys)
+    keys, several = _Keys(**own), "strategies" in own
+    jobs = [[f"strategy={name}", *shared] for name in dict.fromkeys(keys.strategies)]
     if arguments.cfg:
         arguments = replace(arguments, overrides=tuple(shared))
-        return show_config(
-            arguments, lambda *words: run_job_of(*words).config, jobs or None, name="config"
-        )
+        return show_config(arguments, run_job_of, jobs or None, name="config")
     found = [run_job_of(each, arguments.config_dirs) for each in jobs or [shared]]
     root = output_folder(found[0].output_dir, "verify", "" if several else found[0].name)
-    from specdec.certify import DEPTHS, refuse
+    from specdec.certify import refuse
 
-    if depth not in DEPTHS:
-        raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")
     for job in found:
         refuse(job.config)
-        layers = job.config["model"].get("num_layers")
-        if layers is not None:  # other models are checked with their files
-            check_stages(job.config, layers, f"model={job.config['choices']['model']}")
+        if layers := job.config["model"].get("num_layers"):  # others are checked with their files
+            check_stages(job.config, layers)
     fail_fast = "--fail-fast" in arguments.flags
     verdicts, refused = list[Node](), list[str]()
     for job in found:
         folder = root / job.name if several else root
         try:
-            verdicts.append(_verify(job, folder, depth, fail_fast, keep=several))
+            verdicts.append(_verify(job, folder, keys.depth, fail_fast, keep=several))
         except UserError as refusal:
             if not several:
                 raise
@@ -114,8 +114,7 @@ def _verify(job: Job, folder: Path, depth: str, fail_fast: bool, *, keep: bool) 
         write_json(folder / RESULT_FILE, {**report.as_dict(), "depth": depth})
         return report
 
-    file = folder / RESULT_FILE
-    done: Any = parse_json(file.read_bytes()) if keep and file.is_file() else {}
+    done = (keep and read_json(folder / RESULT_FILE)) or {}
     config = {"command": "verify", "depth": depth, **job.config}
     report, is_new = run_in(folder, config, RESULT_FILE if done.get("lossless") else "", verify)
     if not is_new:

@@ -38,10 +38,7 @@ def main(arguments: Arguments) -> int:
             locate(node["_target_"], section, resolve_name(base))
     transport = config.get("executor", {}).get("transport")
     if transport != "distributed":
-        raise UserError(
-            f"{path} has executor.transport={transport}: ranks are for"
-            " executor.transport=distributed"
-        )
+        raise UserError(f"{path} has executor.transport={transport}: ranks need distributed")
     job = Job(str(config["strategy"]["name"]), config, str(folder))
     from specdec.distributed.torchrun import run_under_launcher
 

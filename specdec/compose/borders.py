@@ -4,7 +4,7 @@ A token outside the vocabulary or a ``None`` would otherwise surface as an error
 its cause. The library's own parts are tested instead, and are not checked in every step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import wraps
 from typing import Any
 
@@ -29,21 +29,15 @@ def is_outside(node: object) -> bool:
 
 
 def _wrong_type(found: object, wanted: type) -> str:
-    if isinstance(found, wanted):
-        return ""
     what = "None" if found is None else f"an object of type {type(found).__name__}"
-    return f"{what}, but must return {wanted.__name__}"
+    return "" if isinstance(found, wanted) else f"{what}, but must return {wanted.__name__}"
 
 
-def _candidates_fault(
-    found: Candidates, vocab_size: int, _state: DecodeState, nodes: Nodes, k: int
+def candidates_fault(
+    found: Candidates, vocab_size: int | None, _state: DecodeState, nodes: Sized, k: int
 ) -> str:
-    return candidates_fault(found, len(nodes), k, vocab_size)
-
-
-def candidates_fault(found: Candidates, num_nodes: int, k: int, vocab_size: int | None) -> str:
-    """Says in words which rule of ``Candidates`` is broken; "" if none is."""
-    tokens, logprobs, counts = found.tokens, found.logprobs, found.counts
+    """Says which rule of ``Candidates`` the result of ``expand`` breaks; "" if none."""
+    tokens, logprobs, counts, num_nodes = found.tokens, found.logprobs, found.counts, len(nodes)
     if not all(isinstance(array, np.ndarray) for array in (tokens, logprobs, counts)):
         return "candidates whose tokens, logprobs or counts are no NumPy arrays"
     if tokens.ndim != 2 or len(tokens) != num_nodes or counts.shape != (num_nodes,):
@@ -87,20 +81,17 @@ def selection_fault(request: RequestState, ids: Any) -> str:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind != "i"):
         return f"ids of shape {ids.shape} and dtype {ids.dtype}, not int64[W]"
     slots = tree.slots(ids.astype(np.int64))
-    if NO_NODE in slots:
-        return "a chosen node is not in the tree"
-    if (np.diff(slots) <= 0).any():
-        return "chosen nodes must be in order, and none twice"
-    if (tree.submitted_at[slots] >= 0).any():
-        return "a node is submitted twice"
-    parents = tree.parents[slots]
-    if not (np.isin(parents, slots) | (tree.submitted_at[parents] >= 0) | (slots == 0)).all():
-        return "a node is submitted before its parent"
-    if tree.positions.max() > last_position(request):
-        return "a node lies beyond max_new_tokens"
-    if len(ids) and request.prefill_sent != request.num_prefill:
-        return "the prompt is not yet computed"
-    return ""
+    parents, submitted = tree.parents[slots], tree.submitted_at
+    known = np.isin(parents, slots) | (submitted[parents] >= 0) | (slots == 0)
+    faults = {
+        "a chosen node is not in the tree": NO_NODE in slots,
+        "chosen nodes must be in order, and none twice": (np.diff(slots) <= 0).any(),
+        "a node is submitted twice": (submitted[slots] >= 0).any(),
+        "a node is submitted before its parent": not known.all(),
+        "a node lies beyond max_new_tokens": tree.positions.max() > last_position(request),
+        "the prompt is not yet computed": len(ids) and request.prefill_sent != request.num_prefill,
+    }
+    return next((fault for fault, is_found in faults.items() if is_found), "")
 
 
 def _verdicts_fault(
@@ -132,7 +123,7 @@ def _answers_fault(found: Output, vocab_size: int, **_: object) -> str:
 
 
 _METHODS: dict[type, tuple[str, type, Callable[..., str]]] = {
-    TokenSource: ("expand", Candidates, _candidates_fault),
+    TokenSource: ("expand", Candidates, candidates_fault),
     TreePolicy: ("select", Nodes, _nodes_fault),
     Verifier: ("verify", list, _verdicts_fault),
     Executor: ("collect", Output, _answers_fault),

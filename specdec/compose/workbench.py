@@ -30,13 +30,15 @@ from specdec.clocks import Clock, ClockKind, MeasuredClock, Timeline, WallClock
 from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.compose.borders import guard, is_outside
+from specdec.config.hydra import compose_config
+from specdec.config.job import check_config
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import EarlyExitPlan, PipelinePlan
 from specdec.interfaces import Executor, TokenSource, TreePolicy, Verifier
 from specdec.loop import decode
 from specdec.models.runner import ModelRunner
-from specdec.pairs import ModelPair
+from specdec.pairs import ModelPair, build_pair
 from specdec.parts.build import build_part, check_class, locate
 from specdec.parts.fields import did_you_mean
 from specdec.sampling.keyed_draws import KeyedDraws
@@ -56,15 +58,8 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        objects = {}
-        for p in inspect.signature(self.cls.build).parameters.values():
-            if p.kind is p.KEYWORD_ONLY and p.name in runtime:
-                objects[p.name] = runtime[p.name]()
-            elif p.kind is p.KEYWORD_ONLY and p.default is p.empty:
-                raise UserError(
-                    f"{self.cls.__name__}.build requests {p.name!r}, which no run has: request some"
-                    f" of {', '.join(runtime)}, or give it a default"
-                )
+        requested = inspect.signature(self.cls.build).parameters
+        objects = {name: make() for name, make in runtime.items() if name in requested}
         return self.cls.build(self.plan, needs, **objects)
 
 
@@ -236,12 +231,6 @@ class Workbench:
                 return self.ranks.draft_runner(plan, self.pair, self.meter)
         return self.pair.runner("draft", self.meter)
 
-    def source_pair(self) -> ModelPair:
-        """Returns the model pair for token sources. If other processes run the target, this process
-        loads only those layers of the target that a source runs itself.
-        """
-        return self.pair if self.ranks is None else self.pair.without_target()
-
     def make_first_stage(self, plan: EarlyExitPlan, layers: Sequence[int]) -> FirstStage:
         """Returns the target's first layers with their exit heads, shared by source and executor.
 
@@ -271,13 +260,11 @@ class Workbench:
                 and one process each if the workbench has ``ranks``.
             serving: how requests share the target. Default: a step may have nodes of all requests.
         """
-        if executor is None:
+        if executor is None and stages is None:
+            executor = planned(LocalExecutor, self.pair)
+        elif executor is None:
             transport = "in_process" if self.ranks is None else "distributed"
-            executor = (
-                planned(LocalExecutor, self.pair)
-                if stages is None
-                else planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
-            )
+            executor = planned(PipelineExecutor, self.pair, stages=stages, transport=transport)
         plan, serving = executor.plan, serving or ServingRules()
         # Check before the target is loaded and ranks start.
         for part, base in (source, TokenSource), (policy, TreePolicy), (verifier, Verifier):
@@ -352,7 +339,8 @@ class Workbench:
         if kind == "source":
             exits = plan if isinstance(plan, EarlyExitPlan) else None
             return {
-                "pair": self.source_pair,
+                # Where ranks run the target, a source loads only the layers that it runs itself.
+                "pair": self.pair.without_target if ranks else lambda: self.pair,
                 "runner": lambda: partial(self.runner, plan=plan),
                 **of_run,
                 "vocab_size": lambda: self.pair.vocab_size,
@@ -389,12 +377,9 @@ def build_parts(
         source = bench.pair.fitted_source(cfg["source"], cfg["policy"])
         objects = bench.objects("source", executor.plan, judge, serving)
         try:
+            drafts = build_part(source, objects, "source", TokenSource)
             parts = bench.parts(
-                source=build_part(source, objects, "source", TokenSource),
-                policy=policy,
-                verifier=judge,
-                executor=executor,
-                serving=serving,
+                source=drafts, policy=policy, verifier=judge, executor=executor, serving=serving
             )
         finally:
             if bench.ranks is not None:
@@ -488,34 +473,23 @@ def build(
             options of its groups (``executor="pipeline"``); None keeps the preset's value.
             ``stages`` moves a preset of one device to a pipeline.
     """
-    # Imported here: Hydra is not needed to put parts together.
-    from specdec.config.hydra import compose_config
-    from specdec.config.job import check_config
-    from specdec.pairs.options import build_pair
-
-    if not isinstance(bench, Workbench | None):
-        raise UserError(f"{bench!r:.60} is no workbench: give Workbench(pair) for a pair of models")
     words = [f"strategy={preset}"]
     config = compose_config(words).values
-    if keys.get("stages") is not None and "stages" not in config["executor"]:
-        words.append(f"executor={keys.pop('executor', None) or 'pipeline'}")
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if "stages" in keys and "stages" not in config["executor"]:
+        words.append(f"executor={keys.pop('executor', 'pipeline')}")
         keys["executor.stages"] = keys.pop("stages")
     sections = {name: config.get(name) or {} for name in _SECTIONS}
     for key, value in keys.items():
-        if value is None:
-            continue
-        homes = [name for name, section in sections.items() if key in section]
+        names = [f"{name}.{key}" for name, section in sections.items() if key in section]
         if "." in key or key in sections:
-            name = key
-        elif len(homes) == 1:
-            name = f"{homes[0]}.{key}"
-        elif homes:
-            names = " or ".join(f"{section}.{key}" for section in homes)
-            raise UserError(f"{key} is a key of several parts: give {names} by its whole name")
-        else:
+            names = [key]
+        if not names:
             known = {name for section in sections.values() for name in section} - {"_target_"}
             raise UserError(f"the preset's parts have no key {key!r}: {did_you_mean(key, known)}")
-        words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+        if len(names) > 1:
+            raise UserError(f"{key} is a key of several parts: name one by {' or '.join(names)}")
+        words.append(f"{names[0]}={value if isinstance(value, str) else json.dumps(value)}")
     composed = compose_config(words)
     check_config(composed.values, composed.choices)
     if bench is None:

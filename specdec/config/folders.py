@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryFile
 from traceback import format_exception
 from typing import Any
 from uuid import uuid4
@@ -17,7 +16,7 @@ from omegaconf import OmegaConf
 
 from specdec.config.options import Node, read_yaml
 from specdec.errors import UserError
-from specdec.files import flatten, is_full, parse_json, write_json, write_text
+from specdec.files import flatten, is_full, read_json, write_json, write_text
 
 CONFIG_FILE = "config.yaml"
 STATUS_FILE = "status.json"
@@ -48,7 +47,6 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
     left in the folder, so that the corrected command can use it.
     """
     existed, claimed = folder.is_dir(), (folder / CONFIG_FILE).exists()
-    status = {"status": "ok", "error": ""}
     try:
         if (stored := _claim(folder, config, result)) is not None:
             return stored, False
@@ -56,7 +54,7 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
             try:
                 done = work()
             except BaseException as error:
-                status["status"] = "interrupted"
+                status = {"status": "interrupted", "error": ""}
                 if not isinstance(error, KeyboardInterrupt):
                     trace = "".join(format_exception(error))
                     text = f"{type(error).__name__}: {error}"
@@ -64,7 +62,7 @@ def run_in(folder: Path, config: Node, result: str, work: Callable[[], Any]) -> 
                 with suppress(OSError):  # the failure may be a full disk
                     write_json(folder / STATUS_FILE, status)
                 raise
-            write_json(folder / STATUS_FILE, status)
+            write_json(folder / STATUS_FILE, {"status": "ok", "error": ""})
             return done, True
     except UserError:
         own = {CONFIG_FILE, STATUS_FILE}
@@ -81,41 +79,25 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
     content of the file ``result`` if it exists; raises ``UserError`` for a folder of other work.
     """
     at, other = f"output_dir={folder}", "name another folder or delete that one"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{at} is a file: name a folder")
     stored = folder / CONFIG_FILE
     if not stored.is_file():
         if folder.is_dir() and any(p.name != STATUS_FILE for p in folder.iterdir()):
-            reason = f"it has no {CONFIG_FILE}"
-            raise UserError(f"{at} is not empty and not a run folder ({reason}): name a new folder")
+            raise UserError(f"{at} is not empty and has no {CONFIG_FILE}: name a new folder")
         make_folder(folder)
         write_text(stored, as_yaml(config))
         return None
     loaded = read_yaml(stored, f"{at} has a {CONFIG_FILE} that cannot be read", other)
-    previous = loaded if isinstance(loaded, dict) else {}
-    command, own = previous.get("command", "run"), config.get("command", "run")
-    if command != own:
-        raise UserError(f"{at} has results of `specdec {command}`, not of `specdec {own}`: {other}")
-    there, here = _computed(previous), _computed(config)
+    there, here = _computed(loaded), _computed(config)
     if there != here:
         difference = _difference(there, here)
         raise UserError(f"{at} has a run of another configuration ({difference}): {other}")
-    file = folder / result
-    if not result or not file.is_file():
-        return None
-    try:
-        found = parse_json(file.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
-    except ValueError as error:
-        remedy = "delete it, and start the same command again"
-        raise UserError(f"{file} is damaged ({error}): {remedy}") from error
-    return found
+    return read_json(folder / result)
 
 
-def _computed(config: Node) -> dict[str, Any]:
+def _computed(config: Any) -> dict[str, Any]:
     """Returns the settings that identify what a run computes: all but those of the logger."""
-    return {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
+    own = {k: v for k, v in flatten(config).items() if "logger" not in k.split(".")}
+    return {"command": "run", **own}
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
@@ -128,8 +110,6 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
     except OSError as error:
         if is_full(error):
             raise

@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.config.options import (
+    CONFIG_DIR,
     GROUPS,
     YAML_ERRORS,
     Trees,
-    config_dir,
     config_tree,
     has_key,
     options,
@@ -33,12 +33,6 @@ Words = Sequence[str]  # overrides in Hydra's grammar
 
 _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two if a group is null or a number."""
-
-_ADDED = {  # groups whose options are not the library's -> where they come from
-    "experiment": "write experiment/NAME.yaml in a tree of your own, named by --config-dir DIR",
-    "hydra/launcher": "pip install 'specdec-lab[joblib,submitit]' adds launchers",
-    "hydra/sweeper": "leave it out",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +76,6 @@ def parse(overrides: Words) -> list[Override]:
 
 def key_of(override: Override) -> str:
     return str(override.key_or_group)
-
-
-def take(overrides: Words, *keys: str) -> tuple[dict[str, Any], list[str]]:
-    """Separates ``keys``, which a command reads itself, from other overrides. Returns the value by
-    key (the last one counts; several values of a sweep stay text), and the other overrides.
-    """
-    parsed, own = parse(overrides), dict[str, Any]()
-    for o in parsed:
-        if key_of(o) in keys:
-            text = str(o.input_line).partition("=")[2]
-            own[key_of(o)] = text if o.is_sweep_override() else o.value()
-    return own, [str(o.input_line) for o in parsed if key_of(o) not in keys]
 
 
 def read_keys(words: Words, schema: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
@@ -193,7 +175,7 @@ def search_path(extra: Trees) -> list[str]:
 
 def _hydra_compose(overrides: Words, name: str, extra: Trees) -> DictConfig:
     words = [*search_path(extra), *overrides]
-    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
         return compose(config_name=name, overrides=words, return_hydra_config=True)
 
 
@@ -204,9 +186,8 @@ def _first_line(error: BaseException) -> str:
 def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str:
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
-        if group in _ADDED:
-            hint = did_you_mean(value, error.options or ()) or _ADDED[group]
-            return f"{group}={value} is unknown: {hint}"
+        if group in ("experiment", "hydra/launcher", "hydra/sweeper"):
+            return f"{group}={value} is unknown: {did_you_mean(value, error.options or ())}"
     parsed = [o for o in parse(overrides) if not key_of(o).startswith("hydra")]
     groups = [o for o in parsed if o.key_or_group in GROUPS]
     for override in groups:

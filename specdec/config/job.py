@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
+from functools import cache
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +12,7 @@ from pydantic import Field
 
 from specdec.clocks.build import clock_kind
 from specdec.config.hydra import Composed, Words, compose_config, compose_raw, key_of, parse, plain
-from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, has_key, options
+from specdec.config.options import BASES, GROUPS, PARTS, Node, Trees, has_key
 from specdec.config.profiles import fit, load_profile, with_caveat
 from specdec.data import Request, check_data
 from specdec.errors import UserError
@@ -49,18 +50,14 @@ def _keys(**hints: Any) -> type:
 
 _PRESET = {"name": Text, "title": Text, "baseline": bool}
 _OTHER = {**_PRESET, "options": dict[str, Any]}
-_HF = Literal["hf_generate", "hf_assisted", "hf_prompt_lookup"]
-_RIVAL: Any = Literal[
-    *(f"ort_{way}" for way in ("generate", "draft", "lookup")),
-    *(f"llamacpp_{way}" for way in ("generate", "draft", "ngram")),
-    *(f"openvino_{way}" for way in ("generate", "draft", "lookup")),
-]
+_HF = Field(pattern="^hf_(generate|assisted|prompt_lookup)$")
+_RIVAL = Field(pattern="^((ort|openvino)_(generate|draft|lookup)|llamacpp_(generate|draft|ngram))$")
 _PROFILED = _keys(profile=Text, scale=Positive)
 
 _SCHEMAS: dict[str, str | type] = {
     "strategy=parts": _keys(**_PRESET),
-    "strategy=hf": _keys(**_OTHER, method=_HF),
-    "strategy=rival": _keys(**_OTHER, method=_RIVAL),
+    "strategy=hf": _keys(**_OTHER, method=Annotated[str, _HF]),
+    "strategy=rival": _keys(**_OTHER, method=Annotated[str, _RIVAL]),
     "strategy=endpoint": _keys(**_OTHER),
     "options of hf": "specdec.runs.hf_generate.HFOptions",
     "options of rival": "specdec.runs.rival.RivalOptions",
@@ -145,8 +142,6 @@ class Job:
 def run_job_of(overrides: Words, extra: Trees = ()) -> Job:
     parsed = parse(overrides)
     for override in parsed:
-        if key_of(override) in COMPARE:
-            raise UserError(f"{override.input_line} is for `specdec compare` only: leave it out")
         if key_of(override).startswith(("hydra.", "hydra/")):
             raise UserError(
                 f"{override.input_line} is for sweeps only: add -m to `specdec run`, or leave it"
@@ -176,10 +171,10 @@ def checked_job(composed: Composed) -> Job:
     if "_target_" in model:
         model = {"kind": str(model["_target_"]), **model}
     executor = config["executor"]
-    degrees = [executor.get(key) or 1 for key in ("target_degree", "draft_degree")]
-    if model.get("backend") == "auto" and executor.get("transport") == "distributed":
+    shared = any((executor.get(key) or 1) > 1 for key in ("target_degree", "draft_degree"))
+    if shared and model.get("backend") == "auto" and executor.get("transport") == "distributed":
         # Devices that share layers run them eagerly; results name what ran.
-        model = {**model, "backend": "eager" if max(degrees) > 1 else "auto"}
+        model = {**model, "backend": "eager"}
     config = fit({**config, "clock": clock, "model": model})
     name, model = str(config["strategy"]["name"]), config["model"]
     if config["strategy"]["kind"] != "parts":
@@ -207,10 +202,9 @@ def checked_job(composed: Composed) -> Job:
     if any(node.get("model") == "middle" for node in sources):
         lacks = {"pretrained": "middle", "random": "middle_layers"}.get(model["kind"])
         if lacks and model[lacks] is None:
-            value = "PATH" if lacks == "middle" else "LAYERS"
             raise UserError(
-                f"strategy={name} needs a middle model, but model.{lacks} is not set: add"
-                f" model.{lacks}={value}, or choose a source without one (source=draft_model)"
+                f"strategy={name} needs a middle model, but model.{lacks} is not set: add it, or"
+                " choose a source without one (source=draft_model)"
             )
     if model["kind"] == "pretrained":
         check_data(Request.of(**config["data"]))
@@ -265,12 +259,7 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
     needed = drafts or config["record"]
     infos = inspect_pair(target=model["target"], draft=model["draft"] if needed else None)
     target, draft, at = infos["target"], infos.get("draft"), f"model.target={model['target']}"
-    check_stages(config, target.num_layers, at)
-    if config["max_new_tokens"] >= target.max_positions:
-        raise UserError(
-            f"max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in the"
-            f" {target.max_positions} positions of {at}: lower it"
-        )
+    check_stages(config, target.num_layers)
     if not target.has_mtp and any(node.get("untrained") == "mtp" for node in sources):
         raise UserError(
             f"{at} of model_type {target.model_type!r} has no MTP layers (num_mtp_layers,"
@@ -309,12 +298,12 @@ def _notices_without_text(config: Node, sources: Sequence[Node]) -> tuple[str, .
     )
 
 
-def check_stages(config: Node, num_layers: int, model: str) -> None:
+def check_stages(config: Node, num_layers: int) -> None:
     stages = config.get("executor", {}).get("stages")
     if stages is not None and stages > num_layers:
         raise UserError(
-            f"executor.stages={stages} is more than the {num_layers} layers of {model}: choose 1"
-            f" to {num_layers}"
+            f"executor.stages={stages} is more than the {num_layers} layers of the target: choose"
+            f" 1 to {num_layers}"
         )
 
 
@@ -356,7 +345,7 @@ def compose_comparison(overrides: Words, extra: Trees = ()) -> Comparison:
     common = [str(o.input_line) for o in parsed if not _part_of(o)]
     base = compose_config(common, name="compare", extra=extra).values
     rows, notices, unused = list[Composed](), list[str](), of_parts
-    for name in _row_names(base["strategies"], extra):
+    for name in _row_names(base["strategies"]):
         raw, left_out = _compose_row([f"strategy={name}", *common], of_parts, extra)
         rows.append(plain(raw, extra))
         notices += [f"{o.input_line} does not apply to {name}" for o in left_out]
@@ -378,37 +367,31 @@ def compose_comparison(overrides: Words, extra: Trees = ()) -> Comparison:
 def _compose_row(
     common: Words, of_parts: Sequence[Override], extra: Trees
 ) -> tuple[DictConfig, list[Override]]:
-    def composed(chosen: Sequence[Override]) -> DictConfig:
-        words = [str(o.input_line) for o in chosen]
+    """Composes a row with those overrides of parts that apply to it; also returns the others."""
+
+    @cache
+    def composed(*words: str) -> DictConfig:
         return compose_raw([*common, *words], name="compare", extra=extra)
 
-    groups = [o for o in of_parts if o.key_or_group in PARTS]
-    raw = composed(groups)
-    fixed = PARTS[:3] if raw.strategy.get("baseline") else ()
+    fixed = PARTS[:3] if composed().strategy.get("baseline") else ()
     applying = [o for o in of_parts if _part_of(o) not in fixed]
-    chosen, keys = [o for o in groups if o in applying], [key_of(o) for o in applying]
-    if "executor.stages" in keys and "executor" not in keys and "stages" not in raw.executor:
-        chosen += parse(["executor=pipeline"])
-    if chosen != groups:
-        raw = composed(chosen)
-    row = OmegaConf.to_container(raw)
+    keys, groups = [key_of(o) for o in applying], [o for o in applying if o.key_or_group in PARTS]
+    words = [str(o.input_line) for o in groups]
+    if "executor.stages" in keys and "executor" not in keys:
+        words += [] if "stages" in composed(*words).executor else ["executor=pipeline"]
+    row = OmegaConf.to_container(composed(*words))
     values = [o for o in applying if o not in groups and (o.is_add() or has_key(row, key_of(o)))]
-    if values:
-        chosen += values
-        raw = composed(chosen)
-    return raw, [o for o in of_parts if o not in chosen]
+    left_out = [o for o in of_parts if o not in (*groups, *values)]
+    return composed(*words, *(str(o.input_line) for o in values)), left_out
 
 
-def _row_names(strategies: object, extra: Trees) -> list[str]:
+def _row_names(strategies: object) -> list[str]:
     if not isinstance(strategies, list) or not strategies:
-        fault = "is empty" if strategies == [] else "must be a list of presets"
-        raise UserError(f"strategies={strategies} {fault}: write 'strategies=[ar,staged]'")
-    known, names = options("strategy", extra), [str(name) for name in strategies]
-    for name in names:
-        if name not in known:
-            raise UserError(f"strategies: {name} is unknown: {did_you_mean(name, known)}")
-        if names.count(name) > 1:
-            raise UserError(f"strategies={names} names {name} twice: name each row once")
+        example = "write 'strategies=[ar,staged]'"
+        raise UserError(f"strategies={strategies} must be a list of presets: {example}")
+    names = [str(name) for name in strategies]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"strategies={names} names {twice[0]} twice: name each row once")
     return names
 
 

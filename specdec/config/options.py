@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,11 @@ BASES = {  # group -> base class of what its ``_target_`` may name; None if it t
 GROUPS = tuple(BASES)
 """Groups whose options can be chosen on the command line; the tree has other folders, too."""
 
+CONFIG_DIR = (Path(__file__).parent.parent / "conf").resolve()
 _WRAPPED = 80  # a comment's line of this length or more continues on the next line
 
 YAML_ERRORS = (*UNREADABLE, OmegaConfBaseException, OSError, AttributeError)
 """Errors of reading a YAML; PyYAML raises ``AttributeError`` for a malformed date."""
-
-
-@cache
-def config_dir() -> Path:
-    return (Path(__file__).parent.parent / "conf").resolve()
 
 
 def config_tree(name: str | Path) -> Path:
@@ -64,11 +59,8 @@ def options(group: str, extra: Trees = ()) -> dict[str, Path]:
     """Returns a group's options, name -> YAML file, sorted. Files whose name begins with an
     underscore are not options; trees in ``extra`` take precedence.
     """
-    paths: dict[str, Path] = {}
-    for root in (*extra, config_dir()):
-        for path in sorted((Path(root) / group).glob("*.yaml")):
-            if not path.stem.startswith("_"):
-                paths.setdefault(path.stem, path)
+    folders = (Path(root) / group for root in (CONFIG_DIR, *reversed(extra)))
+    paths = {path.stem: path for folder in folders for path in folder.glob("[!_]*.yaml")}
     return dict(sorted(paths.items()))
 
 
@@ -101,23 +93,18 @@ def first_comment(path: Path) -> str:
     return " ".join(found).strip()
 
 
-def stated(path: Path, what: str) -> str:
+def stated(path: Path, what: str, seen: Sequence[Path] = ()) -> str:
     """Returns the text of the comment ``# <what>: ...`` in an option's YAML or, if it has none, in
     a YAML of its defaults list; "" if there is no such comment.
     """
-    seen, waiting = set[Path](), [path]
-    while waiting:
-        file = waiting.pop(0)
-        if file in seen or not file.is_file():
-            continue
-        seen.add(file)
-        for line in _lines(file):
-            if line.startswith(f"# {what}:"):
-                return line.partition(":")[2].strip().rstrip(".")
-        folders = (file.parent, config_dir() / file.parent.name)
-        bases = [base for base in _read(file)[0] if isinstance(base, str)]
-        waiting += [folder / f"{base}.yaml" for base in bases for folder in folders]
-    return ""
+    for line in _lines(path):
+        if line.startswith(f"# {what}:"):
+            return line.partition(":")[2].strip().rstrip(".")
+    folders = (path.parent, CONFIG_DIR / path.parent.name)
+    bases = [base for base in _read(path)[0] if isinstance(base, str)]
+    files = [folder / f"{base}.yaml" for base in bases for folder in folders]
+    others = [file for file in files if file.is_file() and file not in (*seen, path)]
+    return next(filter(None, (stated(file, what, (*seen, path)) for file in others)), "")
 
 
 def chosen_parts(path: Path) -> dict[str, str]:

@@ -4,7 +4,7 @@ It sets the costs for tensor-parallel degrees and the draft, and ``policy.d`` if
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -24,25 +24,19 @@ def _curve(curve: Any) -> Any:
     return curve
 
 
-def _kind(name: str) -> str:
-    if name not in list(Work):
-        raise ValueError(f"this kind is unknown: {did_you_mean(name, Work)}")
-    return name
-
-
+_Kind: Any = Literal[*map(str, Work)]
 _Curve = Annotated[Any, AfterValidator(_curve)]
 _Degrees = Annotated[dict[int, _Curve], Field(min_length=1)]
-_Origin = Annotated[str, Field(pattern="^(stated|measured|assumed)")]
 
 
 class _Profile(TypedDict, total=False):
     note: str
-    costs: dict[Annotated[str, AfterValidator(_kind)], _Curve]
+    costs: dict[_Kind, _Curve]
     degrees: dict[Annotated[str, Field(pattern="^(stage|draft)$")], _Degrees]
     stages: Count
     draft_name: str
     drafts: Annotated[dict[str, _Curve], Field(min_length=1)]
-    origins: dict[str, _Origin]
+    origins: dict[str, Annotated[str, Field(pattern="^(stated|measured|assumed)")]]
 
 
 def load_profile(name: str, extra: Trees = (), *, key: str = "clock.profile") -> dict[str, Any]:

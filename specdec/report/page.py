@@ -13,12 +13,12 @@ import pandas as pd
 import yaml
 
 from specdec.errors import UserError
-from specdec.files import write_bytes, write_text
+from specdec.files import read_json, write_bytes, write_text
 from specdec.metrics import comparison_row
 from specdec.metrics.compare import prompt_speedups
 from specdec.report import plots, tables
 from specdec.report.origins import PALETTE, html_text, origin_names, shares
-from specdec.report.results import Result, baseline_of, read, read_json, row_name, swept_values
+from specdec.report.results import Result, baseline_of, read, row_name, swept_values
 from specdec.report.styles import Style, row_styles
 from specdec.report.traces import rejections_png, timeline_png
 from specdec.trace import files as traced

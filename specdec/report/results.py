@@ -14,7 +14,7 @@ from pandas import DataFrame, concat
 from pydantic import ConfigDict, TypeAdapter
 
 from specdec.errors import UserError
-from specdec.files import flatten, parse_json, parse_yaml, plain
+from specdec.files import flatten, parse_json, parse_yaml, plain, read_json
 from specdec.metrics import RequestResult, Run, RunTotals
 from specdec.metrics.rates import speculative_decoding
 from specdec.metrics.times import decode_phase
@@ -297,19 +297,6 @@ def _read_folder(folder: Path, base: Path) -> list[Result]:
             f"{folder} cannot be read ({type(error).__name__}: {error}): its files are damaged or"
             " of another version; run it again"
         ) from error
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Returns the JSON object, or value of another ``kind``, in a file; None without the file."""
-    if not path.is_file():
-        return None
-    try:
-        value = parse_json(path.read_bytes())
-        if not isinstance(value, kind):
-            raise ValueError("it is no JSON object")
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): delete it and run it again") from error
-    return value
 
 
 def _results(sources: Iterable[Source]) -> Iterator[tuple[Result, dict[str, Any]]]:

@@ -87,7 +87,7 @@ def check_source(
     for slots, k, found in expansions(state, source, rng, vocab_size):
         nodes = [(request_id, slot) for request_id, own in slots.items() for slot in own]
         num_nodes += len(nodes)
-        fault = candidates_fault(found, len(found.counts), k, source.vocab_size)
+        fault = candidates_fault(found, source.vocab_size, state, nodes, k)
         assert not fault, fault
         has, stated = found.probs is not None, source.gives_probs
         assert has == stated or not found.counts.any(), f"gives_probs={stated}, probs given: {has}"

@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.config.options import config_dir
+from specdec.config.options import CONFIG_DIR
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("specdec", "make", "python", "pip", "torchrun", "srun", "export", "cp", "git", "cd")
@@ -143,5 +143,5 @@ def write_files_of_pages(folder: Path) -> None:
         (folder / "outputs" / name).mkdir(parents=True)
     record = ROOT / "specdec/assets/records/humaneval.npz"
     shutil.copy(record, folder / "outputs/real/record.npz")
-    profile = config_dir() / "profile/uniform_30ms.yaml"
+    profile = CONFIG_DIR / "profile/uniform_30ms.yaml"
     shutil.copy(profile, folder / "outputs/box/measured.yaml")
