@@ -12,17 +12,17 @@ from experiments.reproduce.lab import Lab
 def staged_shape(item: Item, lab: Lab) -> Findings:
     """Traffic of staged decoding over tree shapes and over how much the n-gram model guesses.
 
-    Keys: ``data``, ``trees`` (name -> branching), ``guesses`` (name -> overrides), ``share`` (draft
-    over target weights of the paper).
+    Keys: ``data`` (overrides of model and data), ``pair`` (its name), ``trees`` (name ->
+    branching), ``guesses`` (name -> overrides), ``share`` (draft over target weights of the paper).
     """
     findings, config = Findings(), item.config
-    size = [*config["data"], *size_overrides(item, lab), "threads=1"]
+    size = [*config["data"], *size_overrides(item, lab)]
     rows = []
     best: dict[str, dict[str, float | None]] = {}
     for tree, branching in config["trees"].items():
         for name, overrides in config["guesses"].items():
             shape = f"policy.branching={branching}".replace(" ", "")
-            run = lab.run(["strategy=staged", "model=tiny", *size, shape, *overrides])
+            run = lab.run(["strategy=staged", *size, shape, *overrides])
             s = run.summary
             scaled = (s["target_passes"] + s["draft_passes"] * config["share"]) / s["new_tokens"]
             passes = s["draft_passes"] / s["target_passes"]
@@ -33,7 +33,7 @@ def staged_shape(item: Item, lab: Lab) -> Findings:
         *("tree", "guesses", "accept length", "draft passes per target pass", "traffic, own sizes"),
         *("traffic, the paper's sizes", "nodes/pass", "loop_share"),
     )
-    findings.table("Counts of runs on the bundled pair (exact)", columns, rows)
+    findings.table(f"Counts of runs on {config['pair']} (exact)", columns, rows)
     x, title = "tree (children per level); n-gram guesses by depth", item.stated.title
     y = "relative memory traffic at the paper's sizes"
     findings.figure = bar_chart(best, x=x, y=y, title=title, size=(9.0, 4.2), form="{:.2f}")

@@ -142,6 +142,8 @@ class Job:
 def run_job_of(overrides: Words, extra: Trees = ()) -> Job:
     parsed = parse(overrides)
     for override in parsed:
+        if key_of(override) in COMPARE:
+            raise UserError(f"{override.input_line} is for `specdec compare` only: leave it out")
         if key_of(override).startswith(("hydra.", "hydra/")):
             raise UserError(
                 f"{override.input_line} is for sweeps only: add -m to `specdec run`, or leave it"
@@ -246,6 +248,19 @@ def _check_own_decoding(name: str, config: Node) -> None:
         )
 
 
+_REQUIRED = {  # class of a source -> the key of ``model`` that it needs, and the remedy
+    ".EagleSource": (
+        "eagle_head",
+        "an EAGLE head: add model.eagle_head=FOLDER (config.json and model.safetensors, trained for"
+        " model.target)",
+    ),
+    ".TranslatedSource": (
+        "translated",
+        "a draft that has another tokenizer: add model.translated=PATH",
+    ),
+}
+
+
 def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int, tuple[str, ...]]:
     """Checks the models' files without loading the models; returns the number of the target's
     layers, and warnings.
@@ -265,11 +280,9 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
             f"{at} of model_type {target.model_type!r} has no MTP layers (num_mtp_layers,"
             " num_nextn_predict_layers): choose another source, or model=random to try it"
         )
-    if model["eagle_head"] is None and any(_class(n).endswith(".EagleSource") for n in sources):
-        raise UserError(
-            f"strategy={name} drafts with an EAGLE head: add model.eagle_head=FOLDER (config.json"
-            " and model.safetensors, trained for model.target), or choose another source"
-        )
+    for own_class, (key, remedy) in _REQUIRED.items():
+        if model[key] is None and any(_class(node).endswith(own_class) for node in sources):
+            raise UserError(f"strategy={name} drafts with {remedy}, or choose another source")
     if needed and draft is None:
         why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
         raise UserError(

@@ -32,10 +32,12 @@ def locate(target: object, where: str, base: type | None = None) -> type:
     try:
         cls = resolve_name(str(target))
     except Exception as error:  # whatever the module raises while it is imported
-        raise UserError(
-            f"{at} cannot be imported ({type(error).__name__}: {error}): give the path of a class,"
-            " for example specdec.policies.Chain, and put its folder on PYTHONPATH"
-        ) from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        remedy = "correct the module (SPECDEC_TRACEBACK=1 shows where it fails)"
+        if isinstance(error, ImportError | AttributeError | ValueError):
+            remedy = "give the path of a class, for example specdec.policies.Chain, and put its"
+            remedy += " folder on PYTHONPATH"
+        raise UserError(f"{at} cannot be imported ({text}): {remedy}") from error
     if not isinstance(cls, type):
         raise UserError(f"{at} is not a class: name a class of the {where} part")
     if base is not None:
