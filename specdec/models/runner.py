@@ -11,10 +11,11 @@ Shape letters: R rows (tokens) of one request, A rows with logits, E hidden size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -417,6 +418,12 @@ class ModelRunner:
             group=group,
         )
         self.backend = make_backend(layers, attention, execution)
+
+    def with_meter(self, meter: Meter) -> Self:
+        """Returns a runner that shares this one's passes and measures them with ``meter``."""
+        runner = copy(self)
+        runner._meter = meter
+        return runner
 
     def new_cache(self, capacity: int, pool: BlockPool | None = None) -> TreeCache:
         """Returns an empty cache for one request: in contiguous memory, with ``capacity`` slots at

@@ -7,6 +7,7 @@ from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
 
 import transformers
 from safetensors import SafetensorError
@@ -33,7 +34,9 @@ from specdec.types import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from specdec.clocks.meter import Meter
     from specdec.models.eagle_loading import HeadFiles
+    from specdec.models.runner import ModelRunner
     from specdec.tensor_parallel.collective import Collective
 
 _UNTRAINED = Path("untrained")  # value of ``eagle_head``
@@ -94,6 +97,7 @@ class PretrainedPair(HuggingFacePair):
             )
         self._weights = Weights()  # parameters in use, which stages share
         self._runs_target = True
+        self._runners: WeakValueDictionary[tuple[str, str], ModelRunner] = WeakValueDictionary()
 
     def section(self) -> dict[str, Any]:
         return {**super().section(), **self._names, **self._files, "kind": "pretrained"}
@@ -136,6 +140,16 @@ class PretrainedPair(HuggingFacePair):
             loaded_before=self._weights,
         )
         return self.quantised(loaded, name)
+
+    def _runner(self, name: str, meter: Meter, *args: Any, **layers: Any) -> ModelRunner:
+        # Rows of a comparison share their passes: every session of ONNX Runtime has own weights.
+        key = name, repr(layers)
+        if name not in self.names or args[1:] not in ((), (None,)):  # a head, or a share
+            return super()._runner(name, meter, *args, **layers)
+        if (shared := self._runners.get(key)) is not None:
+            return shared.with_meter(meter)
+        self._runners[key] = runner = super()._runner(name, meter, *args, **layers)
+        return runner
 
     def vocabulary(self, name: str) -> Vocabulary:
         info = self._info(name)
