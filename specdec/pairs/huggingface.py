@@ -23,7 +23,7 @@ from specdec.models.config_values import config_value
 from specdec.models.execution import Execution
 from specdec.models.exits import HeadWeights, head_model
 from specdec.models.inspection import ModelInfo
-from specdec.models.loading import DTYPES, sharded, usable_device
+from specdec.models.loading import DTYPES, sharded
 from specdec.models.onnx.support import problem as onnx_problem
 from specdec.models.packing import num_bytes, round_weights
 from specdec.models.runner import ModelRunner, check_family
@@ -74,7 +74,6 @@ class HuggingFacePair(ModelPair):
         self.dtype = "float32" if options.dtype == "auto" else options.dtype
         here = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = here if options.device == "auto" else options.device
-        usable_device(self.device)
         self._models: dict[str, PreTrainedModel] = {}
         self._checked: set[int] = set()  # ids of models that have passed ``check_family``
 

@@ -44,7 +44,8 @@ def decoded(name: str, *, over_ranks: bool) -> tuple[int, SourceCounters]:
         model = {"kind": "random", **toys.MODEL}
         ranks = Ranks(model=model, clock={"kind": "measured"}, threads=1)
     bench = Workbench(eagle.Pair(eagle.trained_head(3)), seed=toys.SEED, ranks=ranks)
-    source = EagleSource(pair=bench.source_pair(), meter=bench.meter, early=early)
+    pair = bench.pair.without_target() if over_ranks else bench.pair
+    source = EagleSource(pair=pair, meter=bench.meter, early=early)
     transport = "distributed" if over_ranks else "in_process"
     parts = bench.parts(
         source=source,

@@ -171,8 +171,9 @@ def configs() -> dict[str, dict[str, Any]]:
     """Preset -> the differences of its configuration from that of ``ar``, whose own is whole."""
     found = {}
     for preset in presets():
-        # What pipespec needs; the bundled target has no MTP layer.
-        model = "model=random" if preset == "mtp" else "model.middle=bundled:draft"
+        # What pipespec and translated need; the bundled target has no MTP layer.
+        own = {"mtp": "model=random", "translated": "model.translated=bundled:draft"}
+        model = own.get(preset, "model.middle=bundled:draft")
         values, plain = _flat(preset, model), _flat("ar", model)
         found[preset] = {k: v for k, v in values.items() if preset == "ar" or v != plain.get(k, "")}
     return found
