@@ -1,7 +1,5 @@
 """Model pairs built in Python."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np
