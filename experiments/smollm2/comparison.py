@@ -1,11 +1,10 @@
-"""The comparison of a real model's rows over data sets, samplings, precisions and threads.
+"""The comparison of rows on SmolLM2 over data sets, samplings, precisions and threads.
 
-    python -m experiments.smollm2.comparison OUT [--prompts 10] [--only TEXT] [--model WORD ...]
+    python -m experiments.smollm2.comparison OUT [--prompts 10] [--tokens 96] [--only TEXT]
 
 Decodes every cell alone, one after the other; a cell is a run folder in OUT, so that the same
 command continues after an interruption. ``OUT/comparison.csv`` has a row per cell and strategy,
-``OUT/comparison.md`` a line per cell. With ``--model`` another pair takes the place of SmolLM2, as
-overrides of ``specdec compare``.
+``OUT/comparison.md`` a line per cell.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ import specdec
 from experiments.reproduce.rendering import grid
 
 CONFIGS = Path(__file__).parent / "conf"
-SMOLLM2 = ["model=smollm2"]
 ROWS = ("ar", "suffix", "eagle3_sized", "adaptive")
-PAIR_ROWS = ("ar", "suffix", "speculative", "draft_sized", "adaptive")
 SETS = ("humaneval", "gsm8k", "mt_bench", "xsum")
 CELLS: dict[str, list[str]] = {
     f"{data}, {sampling}, {precision}, two threads": [
@@ -55,9 +52,9 @@ KEYS = {
 }
 
 
-def measured(cell: str, words: Sequence[str], folder: Path, names: Sequence[str]) -> pd.DataFrame:
+def measured(cell: str, words: Sequence[str], folder: Path) -> pd.DataFrame:
     """Decodes a cell, or reads it; returns a row per strategy."""
-    found = specdec.compare(names, words, config_dirs=[CONFIGS], output_dir=folder)
+    found = specdec.compare(ROWS, words, config_dirs=[CONFIGS], output_dir=folder)
     rows = []
     for row in found.rows:
         low, high = row["speedup_wall_interval"] or (None, None)
@@ -90,16 +87,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--only", default="", help="cells whose name has this text")
-    parser.add_argument("--model", nargs="+", default=SMOLLM2)
     options = parser.parse_args()
-    names = ROWS if options.model == SMOLLM2 else PAIR_ROWS
     size = [f"data.limit={options.prompts}", f"max_new_tokens={options.tokens}", "repeats=1"]
     frames = []
     for cell, words in CELLS.items():
         if options.only in cell:
             print(cell, flush=True)
             folder = options.out / cell.replace(", ", "_").replace(" ", "-")
-            frames.append(measured(cell, [*options.model, *words, *size], folder, names))
+            frames.append(measured(cell, ["model=smollm2", *words, *size], folder))
             frame = pd.concat(frames)
             frame.to_csv(options.out / "comparison.csv", index=False, float_format="%.4g")
             (options.out / "comparison.md").write_text(table(frame), encoding="utf-8")

@@ -58,7 +58,14 @@ class Planned:
     plan: ExecutorPlan
 
     def build(self, needs: Needs, runtime: Mapping[str, Callable[[], Any]]) -> Executor:
-        requested = inspect.signature(self.cls.build).parameters
+        parameters = inspect.signature(self.cls.build).parameters.values()
+        requested = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        for name in requested.keys() - runtime.keys():
+            if requested[name] is inspect.Parameter.empty:
+                raise UserError(
+                    f"{self.cls.__name__}.build requests {name!r}, which no run has: request some"
+                    f" of {', '.join(runtime)}, or give it a default"
+                )
         objects = {name: make() for name, make in runtime.items() if name in requested}
         return self.cls.build(self.plan, needs, **objects)
 

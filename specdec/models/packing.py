@@ -63,12 +63,12 @@ def round_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     that ``packed`` stores without a further error. A tied output head is untied from the embedding.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not module.weight.is_meta:
-            values = rounded(module.weight, bits_of(name, bits))
-            module.weight = nn.Parameter(values, requires_grad=False)
-        else:
-            for parameter in module.parameters(recurse=False):  # releases the file in memory
+        matrix = module.weight if isinstance(module, nn.Linear) else None
+        for parameter in module.parameters(recurse=False):
+            if parameter is not matrix:  # one that is a view of the file keeps all of it in memory
                 parameter.data = parameter.data.clone()
+        if matrix is not None and not matrix.is_meta:
+            module.weight = nn.Parameter(rounded(matrix, bits_of(name, bits)), requires_grad=False)
     return model
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 # Attributes of ModelPair are computed on first use, which mypy takes for a narrower override.
 # mypy: disable-error-code="override"
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cache, cached_property
 from pathlib import Path
@@ -141,14 +141,21 @@ class PretrainedPair(HuggingFacePair):
         )
         return self.quantised(loaded, name)
 
-    def _runner(self, name: str, meter: Meter, *args: Any, **layers: Any) -> ModelRunner:
-        # Rows of a comparison share their passes: every session of ONNX Runtime has own weights.
+    def _runner(
+        self,
+        name: str,
+        meter: Meter,
+        load: Callable[[], PreTrainedModel],
+        group: Collective | None = None,
+        **layers: Any,
+    ) -> ModelRunner:
+        # Rows of a comparison share passes, since a session of ONNX Runtime copies the weights.
         key = name, repr(layers)
-        if name not in self.names or args[1:] not in ((), (None,)):  # a head, or a share
-            return super()._runner(name, meter, *args, **layers)
+        if group is not None or name not in self.names:  # heads have weights of their own
+            return super()._runner(name, meter, load, group, **layers)
         if (shared := self._runners.get(key)) is not None:
             return shared.with_meter(meter)
-        self._runners[key] = runner = super()._runner(name, meter, *args, **layers)
+        self._runners[key] = runner = super()._runner(name, meter, load, **layers)
         return runner
 
     def vocabulary(self, name: str) -> Vocabulary:

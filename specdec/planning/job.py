@@ -97,7 +97,9 @@ def plan_request(
                 f"{key}={getattr(chosen, key)}: a model without a draft is measured on this"
                 f" machine: leave {key} out, or add model.draft=PATH"
             )
-        return PlanRequest(chosen, kept, tuple(extra), model, None, None, job.output_dir, True)
+        return PlanRequest(
+            chosen, kept, tuple(extra), model, None, None, job.output_dir, alone=True
+        )
     run_job_of(rest, extra)  # checks the draft too
     acceptance = acceptance_of(chosen, model)
     if acceptance is None and model["kind"] not in ("pretrained", "random"):

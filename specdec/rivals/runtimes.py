@@ -33,8 +33,8 @@ class Runtime:
     packages: tuple[str, ...]  # pip requirements of the environment
     methods: tuple[str, ...] = ("generate", "draft", "lookup")
     unwanted: tuple[str, ...] = ()  # packages that pip installs with them, uninstalled again
-    # Supported values of ``model.dtype``. Empty for a runtime that reads GGUF files, which have
-    # types of their own; models of others are converted.
+    # Supported values of ``model.dtype``, to which models are converted. Empty for a runtime that
+    # reads GGUF files: a file states the types of its weights.
     dtypes: tuple[str, ...] = ("float32",)
 
 

@@ -71,8 +71,16 @@ def run_job(cfg: dict[str, Any], output_dir: Path, progress: Progress) -> dict[s
         "by_category": by_category(decoding.write_answers()[runner.name], None),
     }
     _write_provenance(cfg, output_dir)
-    name, records, conditions = runner.name, tuple(decoding.records.values()), decoding.conditions
-    result = Result(output_dir, name, name, cfg, records, summary, conditions)
+    conditions = decoding.conditions
+    result = Result(
+        folder=output_dir,
+        name=runner.name,
+        strategy=runner.name,
+        config=cfg,
+        records=tuple(decoding.records.values()),
+        summary=summary,
+        conditions=conditions,
+    )
     write_bytes(output_dir / "run.png", run_png(result))
     # Written last: a folder with this file is complete.
     write_json(output_dir / "summary.json", {**summary, "conditions": conditions})
