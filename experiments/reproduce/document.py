@@ -47,11 +47,12 @@ links in the tables below. `specdec reproduce --quick specpipe/fig7` runs one of
 2. Baseline, data and counted drafts of an item are fixed in its YAML (`fixed`), its windows in
    `stated.yaml`, before it is run. A later change is listed there with its date and reason, and
    on the item's page.
-3. A reference row is what the paper's text gives the baseline, and nothing more. Other forms are
-   rows beside it, such as hidden drafting, a limit that no implementation reaches.
-4. A stated range is its own window; a single figure has 5 % on either side; a claim that differs
-   says why. A sentence has a criterion. A figure with an interval is *inside* only if all of the
-   interval is, *above* or *below* only if none of it is, and otherwise *undecided*.
+3. The row of a baseline has what the paper's text gives it, and nothing more. Other forms have rows
+   of their own, such as hidden drafting, a limit that no implementation reaches.
+4. The *window* of a claim is the stated range, or 5 % on either side of a single figure; a claim
+   with another window says why. A claim in words has a criterion. A figure with an interval is
+   *inside* only if all of the interval is, *above* or *below* only if none of it is, and otherwise
+   *undecided*.
 5. A reason that was not measured is called a guess.
 6. Measured, paced, simulated and computed figures have columns of their own. No profile and no
    acceptance model was fitted to a stated ratio.
@@ -69,7 +70,7 @@ _KINDS = (
     another form of the baseline;""",
     """*stand-in*: measured or simulated with other models (the bundled pair, 7M and 1.2M), another
     machine or assumed hits: shows the effect of a schedule, not the paper's acceptance;""",
-    "*input*: a figure of the profile that comes back;",
+    "*input*: a figure of the profile that a simulation only returns;",
     "*construction*: true by construction of the schedule, a check of the program;",
     "*formula*: arithmetic on the paper's own figures or on an equation.",
 )
@@ -81,7 +82,7 @@ every speculative method, and synthetic hits have none. *known* and *reconstruct
 values that the available text lacks; *independent* are measurements of other groups.
 
 `specdec reproduce --all --paced --resume jobs=2 output_dir=experiments` runs everything at full
-size: what measures this machine first and alone, paced columns last; `--document` writes this page
+size: measurements of this machine first and alone, paced columns last; `--document` writes this page
 and the items' pages from their results.
 """
 
