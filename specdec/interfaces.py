@@ -250,7 +250,7 @@ class Executor(_Part, ABC):
     """
 
     options: type[Any] | None = None
-    """Dataclass whose fields are the keys below ``executor``; None: ``plan``'s parameters are."""
+    """Dataclass of the keys below ``executor``; None: they are the parameters of ``plan``."""
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], clock: ClockKind, *, tracing: bool) -> None:
@@ -336,13 +336,13 @@ class Executor(_Part, ABC):
         """Releases processes and memory; called once, also after an error."""
 
     def reports(self) -> Sequence[dict[str, Any]]:
-        """Returns a dict for each other process. Keys: "clock" (a dict of the fields of its
-        ``ClockReport``), "rows" (number of rows that it computed), "bytes_sent", and maybe more.
+        """Returns a dict for each other process. Keys: "clock" (the fields of its ``ClockReport``),
+        "rows" (number of rows that it computed), "bytes_sent", and optional ones.
         """
         return ()
 
     def draft_reports(self) -> Sequence[dict[str, Any]]:
-        """Returns such a dict (``reports``) for each other process that runs part of the draft."""
+        """Returns a dict as in ``reports`` for each other process that runs part of the draft."""
         return ()
 
     @property

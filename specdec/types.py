@@ -167,7 +167,7 @@ class Needs:
         early_hidden: hidden states of all rows as soon as the layer has computed them.
         exits: number of candidates per node in ``Output.exits``; 0 if no exits are needed.
         further_exits: number of layers before each further exit, besides the pair's exit layer.
-        real_nodes: ``expand`` must receive nodes of the requests' trees, not of scratch trees.
+        real_nodes: ``expand`` must receive nodes of the requests' trees, not of ``StagedSource``'s.
         all_answers: the target's next token after every answered node. If False, an executor may,
             under ``Lossless.TOKEN``, omit it for nodes off the target's path (``Answers.tokens``).
     """
@@ -391,8 +391,8 @@ class Exits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHidden:
-    """Hidden states, name -> [T, E], of a prefill chunk from position ``start`` on, in the target's
-    dtype.
+    """Hidden states, name -> [T, E], of a prefill chunk that begins at position ``start``, in the
+    target's dtype.
     """
 
     request: int
@@ -421,9 +421,9 @@ class Output:
         answers: answers that arrived in this step, also those to earlier batches; a request may
             have several.
         exits: proposals for nodes that passed an exit layer in this step, on any stage.
-        prompts: hidden states of prefill chunks; separate entries for those that ``Needs.hidden``
-            lists (chunk left the target) and ``Needs.early_hidden`` lists (chunk passed the layer).
-        early: hidden states that ``Needs.early_hidden`` lists, of nodes that passed the layer now.
+        prompts: hidden states of prefill chunks that left the target (``Needs.hidden``) and, as
+            separate entries, of chunks that passed the layer (``Needs.early_hidden``).
+        early: hidden states in ``Needs.early_hidden`` of nodes that passed the layer in this step.
     """
 
     step: int
@@ -439,7 +439,7 @@ class Verdict:
 
     Attributes:
         accepted_ids: int64[D], ids of the accepted nodes, a path below the root; all are answered.
-        next_token: the correction or bonus token; if a batch is one level, the root's next token.
+        next_token: the correction or bonus token, or the token of a node without an answer yet.
         num_verified: number of accepted nodes plus rejected children of the path's last node.
     """
 
@@ -473,7 +473,7 @@ class Commit:
         root_id: node id of the new root, whose token is ``next_token``; a fresh id on a miss.
         prefix_len: number of committed tokens before the new root.
         kept_ids: int64[M], sorted ids of the surviving nodes, including the new root.
-        num_examined: number of submitted nodes without the retired ones; pruning examines them.
+        num_examined: number of submitted nodes other than the retired ones, which pruning examines.
         finished: the request is complete; ``close`` follows.
         hidden: name -> [D + 1, E], hidden states of the retired nodes if a part needs them; not
             sent to other processes.
@@ -498,7 +498,7 @@ class Commit:
         return [*self.retired_tokens[1:].tolist(), self.next_token]
 
     def keeps(self, node_ids: IntArray) -> BoolArray:
-        """Returns bool[W]: which of the nodes ``node_ids``, int64[W], survive."""
+        """Returns bool[W]: whether each of the nodes ``node_ids``, int64[W], survives."""
         if not len(self.kept_ids):
             return np.zeros(len(node_ids), np.bool_)
         kept: BoolArray = (

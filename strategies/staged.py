@@ -47,7 +47,7 @@ class StagedSource(CombinedSource):
 
     Args:
         guess_width: maximum number of guesses below each node.
-        guess_depth: levels of guesses below the nodes that the draft must run for.
+        guess_depth: levels of guesses below the nodes that the draft must expand.
         guess_rows: maximum number of guesses per pass and request, the most probable ones.
         max_children: number of candidates requested from the draft; a call for more discards the
             results stored so far. Default: 16, or 1 if candidates are sampled.
@@ -111,7 +111,7 @@ class StagedSource(CombinedSource):
     # Scratch trees.
 
     def located(self, nodes: Nodes) -> Nodes:
-        """Returns the scratch nodes of real nodes, which are created if missing."""
+        """Returns the nodes' counterparts in the scratch trees; missing ones are created."""
         return Nodes(tuple((i, self._requests[i].scratch_ids(ids)) for i, ids in nodes.items))
 
     def scratch_state(self, state: DecodeState) -> DecodeState:

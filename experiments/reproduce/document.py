@@ -82,8 +82,8 @@ every speculative method, and synthetic hits have none. *known* and *reconstruct
 values that the available text lacks; *independent* are measurements of other groups.
 
 `specdec reproduce --all --paced --resume jobs=2 output_dir=experiments` runs everything at full
-size: measurements of this machine first and alone, paced columns last; `--document` writes this page
-and the items' pages from their results.
+size: measurements of this machine first and alone, paced columns last; `--document` writes this
+page and the items' pages from their results.
 """
 
 Results = Mapping[str, tuple[Findings, Mapping[str, Any]] | None]

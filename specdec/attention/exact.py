@@ -1,4 +1,4 @@
-"""Attention that gives a row the same bits beside any other rows of a pass (``model.exact=true``).
+"""Attention whose result for a row does not depend on other rows of a pass (``model.exact=true``).
 
 A row's keys are taken in the order of their positions (the prefix, then the tree's part of its
 path) and cut into blocks at multiples of ``BLOCK`` positions. Products over a block have the same
@@ -38,7 +38,7 @@ _REGISTERS = 64  # elements: two 512-bit registers of 16-bit numbers
 
 @dataclass(slots=True)
 class Context:
-    """Where the keys are that the rows of one request see, in the order of their positions."""
+    """Slots of the keys that each row of one request attends to, in the order of positions."""
 
     positions: Tensor  # int64[R], absolute positions of the rows
     # number of leading blocks in which the key of position ``p`` is in slot ``p`` for every row

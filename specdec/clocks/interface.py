@@ -107,7 +107,7 @@ class DraftTime:
     hidden_s: float = 0.0
 
     def add(self, *, began_s: float, seconds: float, target_done_s: float) -> None:
-        """Counts one piece of draft work; the target is idle from ``target_done_s`` on."""
+        """Adds one piece of draft work; the target was busy until ``target_done_s``."""
         self.total_s += seconds
         self.hidden_s += min(max(target_done_s - began_s, 0.0), seconds)
 

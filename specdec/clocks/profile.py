@@ -17,7 +17,7 @@ _Ms = Annotated[float, Field(ge=0)]
 
 
 class Work(StrEnum):
-    """Kinds of work that have a price in a latency profile.
+    """Kinds of work that have a cost in a latency profile.
 
     ``STAGE``: a pass of one stage. ``DRAFT``, ``MIDDLE``: a pass of that draft model. ``HEAD``: the
     output head. ``EXIT``: an exit head. ``PRUNE``: dropping nodes. ``TRANSFER``: sending rows.

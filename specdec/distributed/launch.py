@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, with limited threads; they end when this process (rank 0) ends."""
+"""Starts ranks on this machine; they end when this process (rank 0) ends."""
 
 import atexit
 import gc

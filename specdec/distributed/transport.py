@@ -1,7 +1,7 @@
 """Process groups, and what ranks exchange over them: messages, rows of hidden states, collectives.
 
-Everything goes over torch.distributed: gloo on CPUs, NCCL between GPUs, whoever has started the
-ranks. The process-wide default group is not used, so that one process can be part of several
+Everything goes over torch.distributed (gloo on CPUs, NCCL between GPUs), no matter who has started
+the ranks. The process-wide default group is not used, so that one process can be part of several
 pipelines. Receives are posted before their message is needed, because gloo does not send before the
 receiver is ready.
 
@@ -249,7 +249,7 @@ class Peer:
 
 
 class _Posted:
-    """Double buffer for what a peer sends; receives are posted before the data is needed."""
+    """Double buffer of receives from a peer, which are posted before the data is needed."""
 
     def __init__(self, peer: Peer, tag: int, buffers: Sequence[torch.Tensor]) -> None:
         self._peer, self._tag = peer, tag

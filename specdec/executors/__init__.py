@@ -1,4 +1,4 @@
-"""Executors: asynchronous verification services that run the target model."""
+"""Executors run the target model; a batch may be answered some steps after its submission."""
 
 from typing import TYPE_CHECKING
 

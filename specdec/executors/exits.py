@@ -35,7 +35,7 @@ class NormHead(Stage):
     def run(
         self, batch: Batch, hidden: torch.Tensor | None, *, wants_logits: bool = True
     ) -> StageOutput:
-        """Returns logits [W, V] of the tree rows, from ``hidden`` [R, E] of all rows, if wanted."""
+        """Returns logits [W, V] of the tree rows, from ``hidden`` [R, E]; or none, as requested."""
         if hidden is None or not wants_logits or not batch.trees:
             return StageOutput()
         rows = to_device(tree_row_index(row_items(batch)), hidden.device)

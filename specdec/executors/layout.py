@@ -71,7 +71,7 @@ class PipelineOptions:
 
     Attributes:
         stages: number of stages; None: ceil(layers / exit layer) (PPSD 4.1).
-        groups, shared: devices per stage; whether the draft uses these too (``StageLayout``).
+        groups, shared: devices per stage; whether the draft runs on the target's devices.
         split: "balanced" includes the output head's cost, "even" counts layers only.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.

@@ -151,8 +151,8 @@ class ModelPair:
         return {}
 
     def fitted_source(self, source: Any, policy: Mapping[str, Any]) -> Any:
-        """Returns the configuration node ``source``. A pair may return a changed copy with its own
-        draft in place of draft models, or raise ``UserError`` for them.
+        """Returns the configuration node ``source``. A pair without models may return a copy in
+        which its own draft replaces draft models, or raise ``UserError``.
         """
         return source
 

@@ -307,7 +307,7 @@ class TargetCopy:
         output = self.executor.collect() if self._output is None else self._output
         self.is_busy, self._output, self.due_s = False, None, None
         if self._rank is None:
-            # Its process opens the requests that were opened since with its next batch.
+            # The process learns of requests opened since then with its next batch.
             late = [c for c in self._deferred if c.request in self._opened_since]
             known = [c for c in self._deferred if c.request not in self._opened_since]
             self.executor.commit(known, output)

@@ -210,7 +210,7 @@ class InFlightRows:
         self._flights: dict[int, InFlight] = {}
         self._opened: dict[int, int] = {}
         self._latest: dict[int, tuple[int, Commit]] = {}
-        self._version = 0  # number of changes by which rows can die
+        self._version = 0  # number of changes that may prune rows
 
     def open(self, request_id: int, tick: int) -> None:
         self._opened[request_id] = tick
@@ -396,7 +396,7 @@ def split_layers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """The part of a ``RequestState`` that a process (rank) of a stage needs."""
+    """The part of a ``RequestState`` that the process (rank) of a stage needs."""
 
     id: int
     max_cached: int  # maximum number of tokens in its caches

@@ -163,10 +163,10 @@ def fit_model(requests: Sequence[RequestLog], size: ModelSize) -> tuple[Acceptan
 
 
 def choose_size(requests: Sequence[RequestLog], *, chains: bool) -> ModelSize:
-    """Returns the size with the smallest AIC: first the depths' parameters, then the classes.
+    """Returns the model size chosen by AIC: first the depth parameters, then the classes.
 
-    Logs that only count passes have no order, so they get one class. For trees (not ``chains``) and
-    for counts, every depth has a parameter.
+    Logs with counts of passes only lack their order, so they get one class. For them and for trees
+    (not ``chains``), every depth has a parameter.
     """
 
     def best_of(classes: Sequence[int], bins: Sequence[tuple[int, ...]]) -> ModelSize:

@@ -118,7 +118,7 @@ class SyntheticModels(RecordedPair):
             law: the acceptance model: tokens of the target, and the draft's ranks of them.
             num_layers: layers of the target, the largest possible number of stages.
             middle_top1: per class, a middle model's chance of a right first candidate. If larger,
-                it is right wherever the draft is; if both err, both propose the same. Empty: none.
+                it is right wherever the draft is; if both are wrong, they agree. Empty: none.
             covers: "chain" if ``law`` describes acceptance of a chain's tokens, "tree" if it
                 describes whether any node of a measured tree was accepted.
             draft_name: the measured draft, whose time the latency profile must have.

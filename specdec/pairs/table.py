@@ -131,7 +131,7 @@ def _translated(table: torch.Tensor) -> TranslatedDraft:
 
 
 class TableHeads:
-    """Stand-in for ``MedusaHeads``: exact distributions of later tokens, by transition matrices."""
+    """Replaces ``MedusaHeads`` by exact distributions of later tokens, from transition matrices."""
 
     head_bytes = 0
     trained = True

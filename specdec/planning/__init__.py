@@ -1,4 +1,4 @@
-"""``specdec plan``: chooses strategy, sizes and device layout for given models and machines."""
+"""``specdec plan`` chooses strategy, tree sizes and device layout for given models and machines."""
 
 from typing import TYPE_CHECKING
 

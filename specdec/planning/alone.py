@@ -1,7 +1,7 @@
 """Plans for a target without a draft model, by timing presets that draft from text or heads.
 
 Acceptance is unknown before the target decodes, so nothing is simulated: all presets decode the
-same prompts, switching every fraction of a second, until prompts or time (``budget_s``) run out.
+same prompts in turns of a fraction of a second, until prompts or time (``budget_s``) run out.
 """
 
 from collections.abc import Sequence

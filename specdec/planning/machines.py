@@ -106,7 +106,7 @@ class Machine:
 
     @property
     def prices_context(self) -> bool:
-        """Whether times depend on the context length; measured times hold for a single one."""
+        """Whether times depend on the context length; measured times are for one length only."""
         return False
 
     def costs(self, layout: Layout, batch: int, context: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled(Machine):
-    """A machine with measured pass times, of a latency profile or measured here per batch size.
+    """A machine with pass times from a latency profile, or measured here for each batch size.
 
     Stage times are scaled to the layout's number of stages. Layouts with fewer target devices than
     the profile has stages are refused, since the target is assumed not to fit on them.

@@ -4,7 +4,7 @@ Passes are measured as ``specdec profile`` does, at the context length of the re
 the planned batch sizes. A real step also selects nodes, packs rows, samples and verifies tokens and
 moves cache entries, all of which take no time in a simulation.
 
-After the search, the last candidates decode prompts for real, alternating every fraction of a
+After the search, the last candidates decode prompts on the models, in turns of a fraction of a
 second, and the same prompts in simulation. The ratio of the two times per token scales a
 candidate's costs (``calibrated``), so that ranking, intervals and written profile fit real runs.
 """
@@ -71,7 +71,7 @@ class ModelsHere:
         on_turn: Callable[[], None] = lambda: None,
         until: float = inf,
     ) -> list[list[Unit]]:
-        """Decodes the same prompts with each configuration on the wall clock, alternating every
+        """Decodes the same prompts with each configuration on the wall clock, in turns of a
         fraction of a second. Returns, per configuration and unit (``batch`` prompts), the
         ``typical`` one of ``rounds`` runs. After the first unit it stops at the time ``until`` (of
         ``monotonic``) or on an interruption. ``on_turn`` is called after each run of a unit.

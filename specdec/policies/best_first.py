@@ -61,8 +61,8 @@ class BestFirst(TreePolicy):
             target pass) x tokens per pass. In the serial form a lower total ends a request's
             expansions; in the asynchronous form ``select`` expands until then. 0 disables it.
         min_prob: nodes whose draft probability of being on the target's path is lower are neither
-            expanded nor submitted; useful up to (time that a row adds / time of a target pass) x
-            tokens per pass.
+            expanded nor submitted; a useful value is at most (time that a row adds / time of a
+            target pass) x tokens per pass.
 
     Attributes:
         expansions: number of source calls, "between" target passes and "beside" (during) them.

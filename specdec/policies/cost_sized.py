@@ -74,7 +74,7 @@ class CostSized(BestFirst):
         self, *, bs: Annotated[int, Field(ge=2)], w: Count, d: Count, children: Count | None = None
     ) -> None:
         super().__init__(bs=bs, w=w, d=d, children=children)
-        # Cheap ones, so that a first trial is not what the policy is judged by.
+        # Small sizes, so that the first rounds cost little.
         self._first = [_SMALL, (2, 6), (3, 8), (0, 1)]
         self._records = defaultdict[int, _Record](
             lambda: _Record(FadingMean(_FADE), [FadingMean(_FADE) for _ in range(d)])
@@ -131,7 +131,7 @@ class CostSized(BestFirst):
         return [text]
 
     def _size(self, requests: list[RequestState]) -> tuple[int, int]:
-        """Returns the round's limits (draft passes, nodes), within which a trial ignores costs."""
+        """Returns the largest (draft passes, nodes) of a round; a trial uses them at any cost."""
         depth, size = len(self._leaves), self.bs
         self._given = True
         records = [self._records[request.id] for request in requests]
@@ -153,7 +153,7 @@ class CostSized(BestFirst):
             self._leaves[number].with_prior(1.0, _TRUST), _PRIOR
         )
         cost = self._added.with_prior(1.0, _PRIOR) * self._pass.slope
-        if self._draft.sums[0]:  # the first expansion has what is done once per round
+        if self._draft.sums[0]:  # the first expansion includes work done once per round
             cost += self._draft.slope if number else self._draft.at(1)
         if self._given or gain >= self._rate.value * cost:
             record.expanded.append(total)
@@ -173,7 +173,7 @@ class CostSized(BestFirst):
         for request in requests:
             record = self._records[request.id]
             used, record.last, record.caught_up = record.last, None, False
-            if used is None or request.counters.answers != used.answers + 1:  # another arm's round
+            if used is None or request.counters.answers != used.answers + 1:  # of another policy
                 continue
             record.caught_up = bool(used.leaf_mass)
             tokens = len(request.output) - used.num_tokens

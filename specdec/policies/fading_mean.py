@@ -9,7 +9,7 @@ _OUTLIER = 3.0
 
 @dataclass(slots=True)
 class FadingMean:
-    """A mean ``total`` / ``weight``, or ratio of sums, in which older rounds count ever less.
+    """A mean or ratio of sums, ``total`` / ``weight``, in which older rounds have less weight.
 
     Attributes:
         fade: factor by which each round multiplies the weight of all rounds before it.
@@ -50,7 +50,7 @@ class FadingLine:
 
     @property
     def slope(self) -> float:
-        """Slope of the line, at least 0; 0 if all ``x`` were alike."""
+        """The slope of the line, at least 0; 0 if all ``x`` were equal."""
         n, x, y, xx, xy = self.sums
         spread = n * xx - x * x
         return max(0.0, float((n * xy - x * y) / spread)) if spread > 1e-6 * n * n else 0.0

@@ -42,7 +42,7 @@ class Static(TreePolicy):
     the submitted tree. If the answer leads to one of them, only the rest of its tree is drafted
     after the answer. Rejection verifiers cannot be used, since roots are selected by value.
 
-    *full*: during the verification, as if the next root were known: a limit that nothing reaches.
+    *full*: during the verification, as if the next root were known: a bound that no method reaches.
 
     Args:
         branching: children per node, level by level from the root down; not empty.

@@ -229,7 +229,7 @@ def prompt_frame(*sources: Source) -> DataFrame:
     """Returns a pandas frame with one row per finished prompt and repeat.
 
     Columns: ``folder``, ``name``, ``strategy``, ``repeat``, ``prompt`` (its id), its text, metrics
-    and raw counts; ``acceptance_length``: emitted or cut-off tokens per answer.
+    and raw counts; ``acceptance_length``: tokens per answer, including those cut off.
     """
     rows = []
     for result, head in _prompts(sources):

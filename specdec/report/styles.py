@@ -42,7 +42,7 @@ _FORMS = (  # marker, line and hatch
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a strategy is drawn: a colour, and an index into ``_FORMS`` (marker, line, hatch)."""
+    """Style of a strategy in plots: a colour and an index into ``_FORMS`` (marker, line, hatch)."""
 
     color: str
     form: int = 0

@@ -231,8 +231,8 @@ def run_interleaved(
 
     The speed of a machine changes within seconds (clock frequency, other users of its memory). Runs
     of half a second, one after the other, then differ by more than the strategies do; short turns
-    make such a change affect all strategies alike. While others run, a runner's measured clock
-    stands still. A runner whose draft works in a thread, which would go on, has a single turn.
+    make such a change affect all strategies alike. A runner's measured clock is stopped while
+    others run. A runner whose draft works in a thread, which cannot be stopped, has a single turn.
 
     Returns per runner the requests, in the order of finishing, and the totals.
     """

@@ -222,9 +222,9 @@ def discounts(counts: IntArray) -> FloatArray:
 class NGramSource(TokenSource):
     """Proposes continuations of each node's last ``order - 1`` tokens by a Katz n-gram model.
 
-    This is the draft2 of Staged Speculative Decoding, section 3.2. Without ``katz``, trigrams of
-    ``pair.token_samples()`` are counted. With ``sample``, candidates are sampled and come with
-    their distribution, for verifiers that need ``draft_probs``.
+    This is the second-stage draft of Staged Speculative Decoding, section 3.2. Without ``katz``,
+    trigrams of ``pair.token_samples()`` are counted. With ``sample``, candidates are sampled and
+    come with their distribution, for verifiers that need ``draft_probs``.
     """
 
     def __init__(

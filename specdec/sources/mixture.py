@@ -30,8 +30,8 @@ class MixtureSource(CombinedSource):
             every source returns its distribution.
 
     Attributes:
-        members: a wrapper of each source, for policies that choose one source per request; it sets
-            the origin of the candidates to the source's index.
+        members: the sources, each wrapped so that its candidates have its index as origin; for
+            policies that choose one source per request.
     """
 
     @validated

@@ -180,10 +180,10 @@ class Confidence:
 class TreeMatches:
     """Finds, for each node of one request, the longest suffix of its path that a text contains.
 
-    ``automaton`` has the text: the request's own, to which ``extend`` appends, or that of other
-    requests, which ``follow`` does not change. ``root`` is the match of the committed tokens.
-    ``confidence`` may be shared with other requests; matches longer than ``max_match`` tokens count
-    as this length, and those shorter than ``min_match`` are ignored.
+    ``automaton`` stores the text: either the request's own (call ``extend`` with committed tokens,
+    which are appended) or that of other requests (call ``follow``). ``root`` is the match of the
+    committed tokens. ``confidence`` may be shared with other requests. Matches of more than
+    ``max_match`` tokens count as that many; those of fewer than ``min_match`` do not change it.
     """
 
     def __init__(

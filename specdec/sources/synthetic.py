@@ -79,7 +79,7 @@ class HiddenPair:
 @validated
 @dataclass(eq=False, kw_only=True)
 class SyntheticPair(HiddenPair):
-    """The rank distributions of a synthetic target and draft.
+    """A synthetic target and draft, given by distributions of ranks.
 
     A prompt belongs to a group and a position to a class. At the next position the class stays with
     probability stay_c, otherwise it is drawn from the weights w of the group. In class c the true

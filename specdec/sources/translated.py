@@ -17,7 +17,7 @@ from specdec.types import NO_NODE, BoolArray, Commit, IntArray, Needs, Output, T
 
 
 class TranslatedSource(CachedModelSource):
-    """Proposes tokens of a draft that has another tokenizer, if the target's vocabulary has them.
+    """Proposes the tokens of a draft with another tokenizer that the target's vocabulary shares.
 
     This is token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft's
     distribution is renormalised over the intersection, so rejection sampling is exact for it. A

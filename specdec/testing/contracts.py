@@ -214,7 +214,7 @@ def _table_pair() -> TablePair:
 
 @cache
 def table_children(context: Context, salt: int = 0) -> tuple[tuple[int, float], ...]:
-    """Returns (token, logprob) of all tokens, best first: target logits plus noise by ``salt``."""
+    """Returns a draft's (token, logprob) pairs, best first; ``salt`` seeds its deviation."""
     noise = np.random.default_rng((salt, *context)).normal(size=_TABLE_VOCAB)
     logits = _table_pair().target_table[context[-1] % _TABLE_VOCAB].numpy() / 2 + noise
     logprobs = logits - np.log(np.exp(logits).sum())

@@ -20,10 +20,10 @@ _DIGITS = 6  # decimals of probabilities, their logarithms and seconds
 
 
 class Judgement(NamedTuple):
-    """How draft and target rated a committed token; rank 1 is the most probable token.
+    """How probable draft and target found a committed token; rank 1 is the most probable.
 
     The *top* candidate is the draft's most probable one. Optional fields are None if the draft has
-    no candidates; those of the target also if the run does not compute its distribution.
+    no candidates; ``top_target_*`` also if the run computes no target distribution.
     """
 
     rank: int  # of the token among the draft's candidates; 0 if it is not one

@@ -38,9 +38,9 @@ class Drafter(nn.Module, ABC):
     def right(self, target: FrozenModel, tokens_T: Tensor) -> Mapping[str, Tensor]:
         """Returns name -> bool[K, T]: whether draft token k (from 0) of root t is token t + 1 + k.
 
-        It is drafted as if the draft tokens before it were right (teacher forcing), after the
+        Token k is drafted as if the draft tokens before it were right (teacher forcing), after the
         target has computed the tokens before the root. Entries whose token is beyond the text are
-        arbitrary. Heads that work without each other have an entry each, under their own name.
+        arbitrary. Independent heads have an entry each, under their own name.
         """
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """Passes in which no row's result depends on the other rows: ``model.exact=true``.
 
-Libraries choose kernels by the number of rows, and kernels add in different orders. With which
-row counts a row's bits stay equal depends on operator, shape, type, device and threads, so this is
-tested when a runner is made: an operator's rows in a pass of 64 rows are the reference, and a
-number of rows is *proved* if passes of that many, at several offsets and in several orders, give
+Libraries choose kernels by the number of rows, and kernels add in different orders. The row counts
+at which a row's bits stay equal depend on operator, shape, type, device and threads, so they are
+found by tests when a runner is made: an operator's rows in a pass of 64 rows are the reference, and
+a number of rows is *proved* if passes of that many, at several offsets and in several orders, give
 equal bits. A test is no proof for all inputs, but kernels do not choose their order of additions by
 values. A pass is then cut into passes of at most 64 rows in packing order, each padded with zero
 rows to a proved number. Attention takes each row's keys in the order of their positions
@@ -216,7 +216,7 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A part of a forward pass that must give a row the same bits beside any other rows."""
+    """A part of a forward pass that must give a row the same bits whatever the other rows."""
 
     name: str  # for messages, such as "linear 192 x 512"
     key: Hashable  # everything that may decide which kernel runs, besides dtype, device and threads

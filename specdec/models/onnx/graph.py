@@ -206,8 +206,8 @@ class GraphWriter:
         return outputs[0], outputs[3]
 
     def layer(self, index: int, layer: Any, stream: str, update: str | None) -> tuple[str, str]:
-        """Writes a decoder layer with input ``stream + update``; returns the names of two values
-        (stream, update), whose sum, made by the next norm's fused operator, is its output.
+        """Writes a decoder layer whose input is ``stream + update``. Returns the names of two
+        values whose sum is its output; the fused operator of the next norm adds them.
         """
         normed, stream = self.norm(layer.input_layernorm, stream, update)
         attended = self.attention(index, layer.self_attn, normed)

@@ -1,1 +1,1 @@
-"""Programs that other runtimes' interpreters run, which therefore import nothing of specdec."""
+"""Programs that run in the Python of another runtime, and therefore import nothing of specdec."""
