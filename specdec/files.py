@@ -154,7 +154,7 @@ class ArchiveFormat:
     """A file format: an ``.npz`` with the named ``arrays`` and ``head``, a JSON text with metadata.
 
     ``head`` contains ``name`` and ``version``. Error messages call such a file ``what`` and end
-    with ``missing`` if it does not exist, ``other`` if it is no such archive, else with ``again``.
+    with advice: ``missing`` if it does not exist, ``other`` if it is no archive, else ``again``.
     """
 
     name: str

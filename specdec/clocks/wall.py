@@ -181,9 +181,9 @@ class PacedClock(MeasuredClock):
         self._note(kind, num_tokens, began, ended, done)
 
     def align(self, rank: int, to: int) -> None:
-        """Makes the next work of ``rank`` start no earlier than the time planned for ``to``. If
-        ``to`` is this process's own rank, that time is the present or, if later, the earliest start
-        of this rank's next work.
+        """Makes the next work of ``rank`` start no earlier than the planned end of the work of
+        ``to``; for this process's own rank as ``to``, no earlier than now and than the earliest
+        start of its next work.
         """
         if rank == self.rank:
             self._not_before = max(self._not_before, self._plans[to])

@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def staged(self) -> bool:
-        """Whether the executor has pipeline stages, or ``on`` may replace it by one that has."""
+        """Whether the executor is a pipeline, or local, which ``on`` may replace by a pipeline."""
         executor = self.config["executor"]
         return not self.copies and ("target_degree" in executor or len(executor) == 1)
 

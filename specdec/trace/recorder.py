@@ -45,7 +45,7 @@ _NO_PROPOSAL = Proposal(np.zeros(0, np.int64), np.zeros(0), None)
 
 
 def judgement(proposal: Proposal, children: Mapping[int, float], token: int) -> Judgement:
-    """Rates the token after a node; ``children`` maps its children's tokens to log draft probs."""
+    """Judges the token after a node; ``children`` maps its children's tokens to log draft probs."""
     pairs = zip(proposal.tokens.tolist(), proposal.logprobs.tolist(), strict=True)
     logprobs = {**children, **{k: v for k, v in pairs if v > -np.inf}, **children}
     if not logprobs:

@@ -96,7 +96,7 @@ class BlockDrafter(Drafter):
         return rows
 
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Returns the loss. Draft k of anchor a learns the target's distribution of a + 1 + k."""
+        """Returns the loss. Draft k of anchor a learns target probabilities of token a + 1 + k."""
         tokens_BS, counts_BS = batch.tokens_BS, batch.counts_BS
         drafts, length = self.num_drafts, tokens_BS.shape[1]
         with torch.no_grad():

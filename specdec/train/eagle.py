@@ -134,7 +134,7 @@ class EagleDrafter(Drafter):
         return torch.cat([streams[layer + 1] for layer in self.head.config.layers], -1)
 
     def loss(self, target: FrozenModel, batch: Batch, options: LossOptions) -> Tensor:
-        """Returns the loss; output i of step s learns the target's distribution of i + 2 + s."""
+        """Returns the loss. Output i of step s learns target probabilities of token i + 2 + s."""
         head, steps, length = self.head, self.spec.steps, batch.tokens_BS.shape[1]
         tokens_BS = F.pad(batch.tokens_BS, (0, steps - 1))  # all steps then have the same rows
         counts_BS = F.pad(batch.counts_BS, (0, steps + 1))
