@@ -1,9 +1,9 @@
 """SpecPipe-DB: SpecPipe for many requests (arXiv 2504.04104 v2, 3.4, section 4, 4.4).
 
 The levels of all requests form one ragged batch per step; a miss empties only its own request's
-tree. Keys and values are stored in blocks (PagedAttention), and new requests enter as soon as
-blocks are free (vLLM's prefill priority). The preset ``specpipe_db_adaptive`` deviates: it narrows
-the levels as the batch grows.
+tree. Keys and values are stored in blocks (PagedAttention). New requests enter as soon as blocks
+are free; unlike in vLLM, their prefill shares steps with decoding. The preset
+``specpipe_db_adaptive`` deviates: it narrows the levels as the batch grows.
 
 Letters: B live requests, N steps of latency, n nodes of a step, W nodes of a level, K columns.
 """

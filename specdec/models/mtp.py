@@ -47,7 +47,7 @@ class MtpHead(nn.Module):
         return self.layer.eh_proj  # type: ignore[no-any-return]
 
     def shared_copy(self) -> MtpHead:
-        """Returns the head itself: passes do not change it."""
+        """Returns the head itself, since passes do not change it."""
         return self
 
     def states(self, features: Tensor) -> Tensor:

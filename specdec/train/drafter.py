@@ -1,4 +1,4 @@
-"""The base class of drafters to train, and their output matrices, vocabularies and goals.
+"""Base class of drafters to train; their output matrices, vocabularies and target distributions.
 
 Shape letters: B windows, S positions, T = S tokens of one text, K draft tokens, N rows, E hidden
 size, V vocabulary, U draft vocabulary.
