@@ -134,7 +134,7 @@ function of the result, the vocabulary's size and the method's arguments that sa
 
 
 def guard(part: Any, label: str, vocab_size: int) -> None:
-    """Makes ``part`` raise ``BrokenPart`` with ``label`` if its checked method returns a fault."""
+    """Makes a part's checked method raise ``BrokenPart``, with ``label``, for a wrong result."""
     name, wanted, fault_of = next(of for base, of in _METHODS.items() if isinstance(part, base))
     method = getattr(part, name)
 
