@@ -199,6 +199,8 @@ class TreePolicy(_Part, ABC):
     policy is refused with a rejection verifier, whose output would then depend on it too."""
     drafts_waiting: bool = False
     """Whether the policy drafts also for requests that may not submit nodes in this step."""
+    includes_plain: bool = False
+    """Whether the policy submits the root alone in rounds in which drafting does not pay."""
     chain_length: int | None = None
     """Number of draft tokens per verification if the policy drafts chains; else None."""
 

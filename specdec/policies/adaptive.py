@@ -6,7 +6,7 @@ import numpy as np
 
 from specdec.interfaces import TokenSource, TreePolicy
 from specdec.parts.fields import Index, Share, Text, validated
-from specdec.policies.fading_mean import FadingMean
+from specdec.policies.fading_mean import FadingLine, FadingMean
 from specdec.policies.tree_growth import as_nodes, ready_requests
 from specdec.state import DecodeState, RequestState
 from specdec.types import Nodes
@@ -36,10 +36,12 @@ class Arm:
 
 @dataclass(slots=True)
 class _Round:
+    """A round; ``missed``: tokens that its source had to catch up with, None if it was in use."""
+
     arm: int
     began_s: float
     num_tokens: int
-    first: bool
+    missed: int | None
 
 
 @dataclass(slots=True)
@@ -49,12 +51,18 @@ class _Record:
     Attributes:
         gains, costs: per arm, mean tokens and mean seconds per round.
         since: per arm, number of the request's rounds since the arm was last used.
+        read: per arm, number of the request's tokens when the arm was last used.
+        num_tokens: tokens of the request before the coming round, with the prompt.
+        left: tokens that it may still emit.
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
 
     gains: list[FadingMean]
     costs: list[FadingMean]
     since: list[int]
+    read: list[int]
+    num_tokens: int = 0
+    left: int = 1
     open_round: _Round | None = None
     last: int = _PLAIN
     repeat: bool = False
@@ -66,11 +74,16 @@ class Adaptive(TreePolicy):
     A *round* is one draft and its verification. An arm's *gain* is the mean number of tokens
     committed per round: the mean of the request's own rounds, combined with that of all requests,
     which has the weight of four rounds. An arm's *cost* is the mean time on the run's clock from
-    the start of a round to the start of the next, combined in the same way.
+    the start of a round to the start of the next, combined in the same way. In the first round
+    after a change of arm the source also catches up with the tokens that it has missed, which is
+    not part of the cost: a line is fitted to the times of such rounds over the missed tokens. The
+    best arm is the one with which the tokens that the request may still emit take the least time,
+    catching up included.
 
-    Arms that are not the best are tried again, the longest unused first, in trials of two rounds
-    (in the first a source also has to catch up), as long as the net time lost is at most
-    ``explore`` of all time. Plain decoding is tried rarely: only its cost may change. A choice uses
+    Arms that are not the best are tried again, the longest unused first, in trials of two rounds,
+    as long as the net time that an arm's trials have lost is at most its share of ``explore`` of
+    all time. The shares are equal, so that a source with much to catch up does not keep a cheap
+    one from being tried. Plain decoding is tried rarely: only its cost may change. A choice uses
     only rounds that have ended, never future random numbers, so with verifiers that are lossless
     token for token the output does not depend on the choice.
 
@@ -94,10 +107,13 @@ class Adaptive(TreePolicy):
         self._arms = list(arms)
         self._explore = explore
         num = len(arms) + 1
+        sized = any(arm.policy.includes_plain for arm in arms)
+        self._usable = range(int(sized), num)  # arms that are used after the first trials
         self._gains = [FadingMean(_FADE_ALL) for _ in range(num)]
         self._costs = [FadingMean(_FADE_ALL) for _ in range(num)]
+        self._firsts = [FadingLine(_FADE_ALL) for _ in range(num)]  # seconds over missed tokens
         self.rounds = [0] * num
-        self._lost_s = self._total_s = 0.0
+        self._lost_s, self._total_s = [0.0] * num, 0.0
         self._records: dict[int, _Record] = {}
 
     def max_cached_nodes(self, in_flight: int) -> int | None:
@@ -108,7 +124,7 @@ class Adaptive(TreePolicy):
     def open(self, request: RequestState) -> None:
         num = len(self.rounds)
         gains, costs = ([FadingMean(_FADE) for _ in range(num)] for _ in range(2))
-        self._records[request.id] = _Record(gains, costs, [0] * num)
+        self._records[request.id] = _Record(gains, costs, [0] * num, [0] * num)
         for arm in self._arms:
             arm.policy.open(request)
 
@@ -117,10 +133,13 @@ class Adaptive(TreePolicy):
         now = state.clock.now()
         for request in ready_requests(state, serial=True):
             record = self._records[request.id]
-            self._end(record, len(request.output), now)
+            self._end(record, len(request.tokens), now)
+            record.num_tokens = len(request.tokens)
+            record.left = max(1, request.stop.max_new_tokens - len(request.output))
             arm = self._choose(record)
-            record.open_round = _Round(arm, now, len(request.output), arm != record.last)
-            record.last = arm
+            missed = None if arm == record.last else record.num_tokens - record.read[arm]
+            record.open_round = _Round(arm, now, record.num_tokens, missed)
+            record.last, record.read[arm] = arm, record.num_tokens
             self.rounds[arm] += 1
             chosen.setdefault(arm, []).append(request)
         plain = chosen.pop(_PLAIN, [])
@@ -160,37 +179,50 @@ class Adaptive(TreePolicy):
         self._total_s += cost
         if arm != (best := self._best(record)):
             lost = cost - gain / max(self._rate(record, best), 1e-9)
-            self._lost_s = max(0.0, self._lost_s + lost)
+            self._lost_s[arm] = max(0.0, self._lost_s[arm] + lost)
         record.gains[arm].add(gain)
         self._gains[arm].add(gain)
         mean = self._costs[arm]
-        if not ended.first or not mean.weight:  # the first round includes catching up
+        if ended.missed is not None:
+            self._firsts[arm].add(ended.missed, cost)
+        else:
             cost = min(cost, _OUTLIER * mean.value) if mean.rounds >= _TRIALS else cost
             mean.add(cost)
             record.costs[arm].add(cost)
         for number in range(len(record.since)):
             record.since[number] = 0 if number == arm else record.since[number] + 1
-        record.repeat = ended.first and arm != self._best(record)
+        record.repeat = ended.missed is not None and arm != self._best(record)
 
     def _choose(self, record: _Record) -> int:
-        for arm, cost in enumerate(self._costs):
-            if cost.rounds < _TRIALS:
+        for arm, (gain, cost) in enumerate(zip(self._gains, self._costs, strict=True)):
+            if gain.rounds < _TRIALS or not cost.rounds:
                 return arm
         if record.repeat:
             return record.last
         best = self._best(record)
-        rate = self._rate(record, best)
-        others = [arm for arm in range(len(self.rounds)) if arm != best]
+        rate, others = self._rate(record, best), [arm for arm in self._usable if arm != best]
         for arm in sorted(others, key=lambda arm: -record.since[arm]):
-            lost = self._cost(record, arm) - self._gain(record, arm) / rate
-            affordable = self._lost_s + 2 * max(0.0, lost) <= self._explore * self._total_s
+            slower = self._cost(record, arm) - self._gain(record, arm) / rate
+            lost = self._lost_s[arm] + max(0.0, 2 * slower + self._catch_up(record, arm))
+            affordable = lost * len(others) <= self._explore * self._total_s
             wait = _PLAIN_WAIT if arm == _PLAIN else len(self.rounds)
             if affordable and record.since[arm] > wait:
                 return arm
         return best
 
     def _best(self, record: _Record) -> int:
-        return max(range(len(self.rounds)), key=lambda arm: (self._rate(record, arm), -arm))
+        return min(self._usable, key=lambda arm: (self._time(record, arm), arm))
+
+    def _time(self, record: _Record, arm: int) -> float:
+        """Returns the seconds in which the arm would emit all tokens that are left."""
+        rate = self._rate(record, arm)
+        return record.left / rate + self._catch_up(record, arm) if rate else np.inf
+
+    def _catch_up(self, record: _Record, arm: int) -> float:
+        if arm == record.last or not self._firsts[arm].sums[0]:
+            return 0.0
+        first = self._firsts[arm].at(record.num_tokens - record.read[arm])
+        return max(0.0, first - self._costs[arm].value)
 
     def _rate(self, record: _Record, arm: int) -> float:
         cost = self._cost(record, arm)

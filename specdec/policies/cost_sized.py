@@ -69,6 +69,8 @@ class CostSized(BestFirst):
         bs, w, d, children: as in ``BestFirst``; they limit the size of the tree.
     """
 
+    includes_plain = True
+
     @validated
     def __init__(
         self, *, bs: Annotated[int, Field(ge=2)], w: Count, d: Count, children: Count | None = None

@@ -10,8 +10,9 @@ import pytest
 from specdec.clocks import CostCurve, LatencyProfile, SimulatedClock
 from specdec.compose.workbench import Workbench
 from specdec.pairs.recorded import RecordedPair
-from specdec.policies import Adaptive, Arm, BestFirst, Chain, RootOnly
+from specdec.policies import Adaptive, Arm, BestFirst, Chain, CostSized, RootOnly
 from specdec.sources import MixtureSource, NullSource, SyntheticPair, SyntheticSource
+from specdec.types import Candidates
 from specdec.verifiers import MatchVerifier
 from tests.states import new_request
 
@@ -43,17 +44,37 @@ def arms() -> list[Arm]:
     ]
 
 
+class LateOracle(NullSource):
+    """Proposes the target's tokens, which costs it nothing, but wrong ones below ``start``."""
+
+    def __init__(self, hidden, start):
+        self._hidden, self._start = hidden, start
+
+    def expand(self, state, nodes, k):
+        candidates = Candidates.empty(len(nodes), 1)
+        for request_id, ids, rows in nodes.packed():
+            tree = state.requests[request_id].tree
+            positions = tree.positions[tree.slots(ids)]
+            right = self._hidden.tokens(request_id, positions + 1)
+            wrong = (right + 1) % self._hidden.vocab_size
+            candidates.tokens[rows, 0] = np.where(positions < self._start, wrong, right)
+            candidates.logprobs[rows, 0] = 0.0
+        candidates.counts[:] = 1
+        return candidates
+
+
 def seconds(
-    policy, law, *, num_requests=2, batch=1, mixed=True, profile=DEAR, kind=SyntheticSource
+    policy, law, *, num_requests=2, batch=1, mixed=True, prompt=4, oracle_from=None
 ) -> tuple[float, list[list[int]]]:
     """Simulated seconds of the requests, and their outputs."""
     hidden = SyntheticPair(vocab_size=512, **law)
-    bench = Workbench(RecordedPair(hidden), clock=SimulatedClock(profile))
-    draft = kind(pair=hidden)
-    source = MixtureSource(sources=[NullSource(), draft]) if mixed else draft
+    bench = Workbench(RecordedPair(hidden), clock=SimulatedClock(DEAR))
+    draft = SyntheticSource(pair=hidden)
+    first = NullSource() if oracle_from is None else LateOracle(hidden, oracle_from)
+    source = MixtureSource(sources=[first, draft]) if mixed else draft
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
     requests = [
-        new_request(i, hidden.tokens(i, np.arange(4)), NUM_TOKENS) for i in range(num_requests)
+        new_request(i, hidden.tokens(i, np.arange(prompt)), NUM_TOKENS) for i in range(num_requests)
     ]
     for _ in parts.decode(parts.new_state(), requests, batch_size=batch):
         pass
@@ -96,6 +117,26 @@ def test_losses_are_counted_on_balance():
     policy = Adaptive(arms=twins, explore=0.02)
     seconds(policy, {**GOOD, "top1": [0.75]}, num_requests=6)
     assert policy.rounds[0] < 0.03 * sum(policy.rounds), "the gain of plain decoding is known"
+
+
+def test_a_source_with_much_to_catch_up_does_not_keep_a_cheap_one_from_being_tried():
+    """Trials of the draft lose more than all of the explored share: it reads 2,000 tokens first."""
+    policy = Adaptive(arms=arms(), explore=0.02)
+    chosen, output = seconds(policy, HOPELESS, num_requests=1, prompt=2000, oracle_from=2020)
+    plain, same = seconds(RootOnly(), HOPELESS, num_requests=1, prompt=2000)
+    assert output == same
+    assert policy.rounds[1] > 0.5 * sum(policy.rounds)
+    assert chosen < 0.8 * plain
+
+
+def test_a_policy_that_may_submit_the_root_alone_replaces_plain_decoding():
+    sized = CostSized(bs=8, w=1, d=4, children=2)
+    policy = Adaptive(arms=[Arm(name="sized", policy=sized, member=1), *arms()], explore=0.02)
+    chosen, output = seconds(policy, HOPELESS, num_requests=1)
+    plain, same = seconds(RootOnly(), HOPELESS, num_requests=1)
+    assert output == same
+    assert policy.rounds[0] == 2
+    assert chosen < 1.1 * plain
 
 
 def test_without_exploring_a_wrong_first_impression_stays():
