@@ -36,9 +36,12 @@ class Arm:
 
 @dataclass(slots=True)
 class _Round:
-    """A round; ``missed``: tokens that its source had to catch up with, None if it was in use."""
+    """A round; ``best`` was the best arm, and the source missed ``missed`` tokens, None if it was
+    in use.
+    """
 
     arm: int
+    best: int
     began_s: float
     num_tokens: int
     missed: int | None
@@ -136,9 +139,10 @@ class Adaptive(TreePolicy):
             self._end(record, len(request.tokens), now)
             record.num_tokens = len(request.tokens)
             record.left = max(1, request.stop.max_new_tokens - len(request.output))
-            arm = self._choose(record)
+            best = self._best(record)
+            arm = self._choose(record, best)
             missed = None if arm == record.last else record.num_tokens - record.read[arm]
-            record.open_round = _Round(arm, now, record.num_tokens, missed)
+            record.open_round = _Round(arm, best, now, record.num_tokens, missed)
             record.last, record.read[arm] = arm, record.num_tokens
             self.rounds[arm] += 1
             chosen.setdefault(arm, []).append(request)
@@ -177,8 +181,8 @@ class Adaptive(TreePolicy):
             return
         arm, gain, cost = ended.arm, num_tokens - ended.num_tokens, now - ended.began_s
         self._total_s += cost
-        if arm != (best := self._best(record)):
-            lost = cost - gain / max(self._rate(record, best), 1e-9)
+        if arm != ended.best:
+            lost = cost - gain / max(self._rate(record, ended.best), 1e-9)
             self._lost_s[arm] = max(0.0, self._lost_s[arm] + lost)
         record.gains[arm].add(gain)
         self._gains[arm].add(gain)
@@ -191,15 +195,14 @@ class Adaptive(TreePolicy):
             record.costs[arm].add(cost)
         for number in range(len(record.since)):
             record.since[number] = 0 if number == arm else record.since[number] + 1
-        record.repeat = ended.missed is not None and arm != self._best(record)
+        record.repeat = ended.missed is not None and arm != ended.best
 
-    def _choose(self, record: _Record) -> int:
+    def _choose(self, record: _Record, best: int) -> int:
         for arm, (gain, cost) in enumerate(zip(self._gains, self._costs, strict=True)):
             if gain.rounds < _TRIALS or not cost.rounds:
                 return arm
         if record.repeat:
             return record.last
-        best = self._best(record)
         rate, others = self._rate(record, best), [arm for arm in self._usable if arm != best]
         for arm in sorted(others, key=lambda arm: -record.since[arm]):
             slower = self._cost(record, arm) - self._gain(record, arm) / rate
