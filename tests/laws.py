@@ -49,13 +49,6 @@ def pair_laws(table: FloatArray, start: int, num_tokens: int) -> Iterator[FloatA
         marginal = marginal @ table
 
 
-def pair_counts(tokens: IntArray, vocab_size: int) -> Iterator[IntArray]:
-    """Yields int64[V * V] per i: counts of each pair of tokens i and i + 1 in ``tokens``[N, T]."""
-    for i in range(tokens.shape[1] - 1):
-        cells = tokens[:, i] * vocab_size + tokens[:, i + 1]
-        yield np.bincount(cells, minlength=vocab_size**2)
-
-
 def least_p_value(parts: Parts, num: int, *, num_tokens: int = 4, batch_size: int = 120) -> float:
     """Least p-value of neighbouring tokens, of ``num`` requests to a target of ``TARGET_TABLE``."""
     stop, rule = StopRules(max_new_tokens=num_tokens), SamplingParams(temperature=1.0)
@@ -65,7 +58,8 @@ def least_p_value(parts: Parts, num: int, *, num_tokens: int = 4, batch_size: in
     tokens = np.array([decoded[i].output for i in range(num)])
     table = torch.tensor(TARGET_TABLE, dtype=torch.float64).softmax(dim=1).numpy()
     laws = pair_laws(table, 0, tokens.shape[1])
-    counts = pair_counts(tokens, len(table))
+    cells = (tokens[:, :-1] * len(table) + tokens[:, 1:]).T
+    counts = [np.bincount(pairs, minlength=table.size) for pairs in cells]
     return min(chi_square(*both) for both in zip(counts, laws, strict=True))
 
 

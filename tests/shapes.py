@@ -14,14 +14,10 @@ from specdec.models.random import random_model
 from specdec.models.runner import ModelRunner
 
 
-def small_llama(num_layers: int, *, seed: int = 1) -> PreTrainedModel:
+def saved_llama(folder: Path, num_layers: int, *, seed: int = 1) -> PreTrainedModel:
     """48 tokens, 64 positions, width 32."""
     sizes = {"vocab_size": 48, "max_positions": 64, "num_heads": 2, "num_kv_heads": 1}
-    return random_model(num_layers=num_layers, seed=seed, **sizes)
-
-
-def saved_llama(folder: Path, num_layers: int, *, seed: int = 1) -> PreTrainedModel:
-    model = small_llama(num_layers, seed=seed)
+    model = random_model(num_layers=num_layers, seed=seed, **sizes)
     model.save_pretrained(folder)
     return model
 

@@ -22,12 +22,13 @@ def new_request(
     max_new_tokens: int = 40,
     sampling: SamplingParams | None = None,
     *,
+    stop: StopRules | None = None,
     arrival_s: float = 0.0,
 ) -> RequestState:
     return RequestState(
         request_id=request_id,
         prompt=np.asarray(prompt, np.int64),
-        stop=StopRules(max_new_tokens=max_new_tokens),
+        stop=stop or StopRules(max_new_tokens=max_new_tokens),
         sampling=sampling or SamplingParams(),
         arrival_s=arrival_s,
     )

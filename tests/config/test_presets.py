@@ -9,7 +9,6 @@ import pytest
 
 from specdec.config.job import Job, compose_comparison, run_job_of
 from specdec.config.options import PARTS, options, own_values
-from specdec.errors import UserError
 from specdec.files import flatten
 
 PRESETS = sorted(options("strategy"))
@@ -72,8 +71,6 @@ def test_a_mixture_drafts_with_the_head_of_a_target_without_a_draft() -> None:
 
     assert members() == ["SuffixSource", "DraftModelSource"]
     assert members("model.draft=null") == ["SuffixSource", "EagleSource"]
-    with pytest.raises(UserError, match=r"model\.draft is not set"):
-        members("model.draft=null", "model.eagle_head=null")
 
 
 def test_the_pinned_profile_gives_the_pinned_stage_times() -> None:

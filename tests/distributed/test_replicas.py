@@ -7,11 +7,10 @@ import pytest
 
 from specdec.certify.subject import decode_cases
 from specdec.clocks import Timeline
-from specdec.clocks.wall import MeasuredClock, PacedClock
+from specdec.clocks.wall import MeasuredClock
 from specdec.compose.workbench import Workbench, build
 from specdec.distributed import GroupHandle
 from specdec.distributed.ranks import Ranks
-from specdec.errors import UserError
 from specdec.executors import ReplicasExecutor
 from specdec.types import Batch
 from tests import toys
@@ -61,8 +60,8 @@ def test_lossless_over_processes(keep_ranks: Callable[..., None]) -> None:
             handle.release()
 
 
-def test_paced_processes_are_refused() -> None:
-    clock = PacedClock(toys.profile(4.0, 2.0))
-    bench = Workbench(toys.pair(), seed=toys.SEED, clock=clock, ranks=RANKS)
-    with pytest.raises(UserError, match="paces the processes of one target"):
-        build("dsi", bench, **KEYS)
+@pytest.mark.parametrize(("preset", "keys"), [("dsi", {}), ("specpipe", {"stages": 2})])
+def test_without_a_need_for_ranks_none_are_started(preset: str, keys: dict[str, Any]) -> None:
+    """The workbench could start ranks, and the configuration says ``transport=in_process``."""
+    bench = Workbench(toys.pair(), clock=MeasuredClock(), ranks=RANKS)
+    assert not build(preset, bench, **keys).executor.distributed

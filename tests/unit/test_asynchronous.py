@@ -27,18 +27,22 @@ NUM_REQUESTS, NUM_TOKENS = 6, 400
 
 
 def decoded(
-    parts: Parts, *, num_requests: int = NUM_REQUESTS, batch_size: int = 1
+    parts: Parts,
+    *,
+    num_requests: int = NUM_REQUESTS,
+    batch_size: int = 1,
+    num_tokens: int = NUM_TOKENS,
 ) -> tuple[float, list[RequestState]]:
     """(milliseconds per token, requests).
 
     In a batch, where the rounds of all requests coincide, the time per token of each of them.
     """
-    requests = [new_request(number, (1,), NUM_TOKENS) for number in range(num_requests)]
+    requests = [new_request(number, (1,), num_tokens) for number in range(num_requests)]
     for _ in parts.decode(parts.new_state(), requests, batch_size=batch_size):
         pass
     if batch_size > 1:
-        return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / NUM_TOKENS, requests
-    return 1e3 * parts.clock.now() / (num_requests * NUM_TOKENS), requests
+        return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / num_tokens, requests
+    return 1e3 * parts.clock.now() / (num_requests * num_tokens), requests
 
 
 def hit_rate(requests: list[RequestState]) -> float:

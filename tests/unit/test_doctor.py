@@ -83,26 +83,18 @@ def nothing(config: dict[str, Any]) -> None:
     assert config["norm_before_residual"] is True
 
 
-def without_the_flag(config: dict[str, Any]) -> None:
-    del config["norm_before_residual"]
-
-
 def with_ids_of_outputs(config: dict[str, Any]) -> None:
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]
-
-
-def with_norm_output(config: dict[str, Any]) -> None:
-    config["norm_output"] = True
 
 
 @pytest.mark.parametrize(
     "change, best",
     [
         (nothing, "as on disk"),
-        (without_the_flag, "residual after its norm"),
+        (lambda config: config.pop("norm_before_residual"), "residual after its norm"),
         (with_ids_of_outputs, "layer ids +1"),
-        (with_norm_output, "fed back before the norm"),
+        (lambda config: config.update(norm_output=True), "fed back before the norm"),
     ],
 )
 def test_the_reading_of_training_is_found(

@@ -6,13 +6,9 @@ import pytest
 
 from experiments.open.time_laws import dsi_time
 from specdec.certify.certify import certify
-from specdec.compose.workbench import build, compose
-from specdec.config.hydra import compose_config
+from specdec.compose.workbench import build
 from specdec.config.job import run_job_of
-from specdec.errors import UserError
 from specdec.executors import replicas
-from specdec.executors.replicas import ReplicasExecutor
-from tests import toys
 from tests.laws import one_class_bench
 from tests.unit.test_asynchronous import decoded
 
@@ -27,6 +23,8 @@ def test_it_takes_the_time_of_its_law() -> None:
     time, _ = decoded(build("dsi", bench, lookahead=2, replicas=8), num_requests=8)
     law = dsi_time(alpha=0.8, lookahead=2, target=10.0, draft=2.0)
     assert time == pytest.approx(law, rel=BOUND)
+    with pytest.raises(ValueError, match="alpha=1"):
+        dsi_time(alpha=1.0, lookahead=1, target=2.0, draft=1.0)
 
 
 def test_one_copy_does_not_keep_the_law() -> None:
@@ -52,19 +50,6 @@ def test_a_copy_that_misses_commits_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(replicas.TargetCopy, "commit", forgets)
     words = ["strategy=dsi", "model=random", "clock=simulated", "clock.profile=swiftspec_table6"]
+    checks = ["cache_invariant", "greedy_parity"]
     with pytest.raises((AssertionError, ValueError, IndexError, KeyError, RuntimeError)):
-        _certified(words)
-
-
-def _certified(words: list[str]) -> None:
-    report = certify(run_job_of(words).config, checks=["cache_invariant", "greedy_parity"])
-    assert all(check.passed for check in report.checks)
-
-
-def test_what_it_refuses() -> None:
-    words = ["strategy=dsi", "model=random"]
-    with pytest.raises(UserError, match="depends on the times of passes"):
-        compose(compose_config([*words, "verifier=rejection"]).values, toys.pair())
-    with pytest.raises(ValueError, match="alpha=1"):
-        dsi_time(alpha=1.0, lookahead=1, target=2.0, draft=1.0)
-    assert ReplicasExecutor.latency is None
+        assert all(c.passed for c in certify(run_job_of(words).config, checks=checks).checks)

@@ -156,16 +156,13 @@ def test_exact_attention_is_attention(softcap, window):
 SETTING = Setting(torch.float32, torch.device("cpu"), 1)
 
 
-def _operator(run, name="planted") -> Operator:
-    sample = torch.arange(64.0)[:, None] + 1.0
-    return Operator(name, run.__name__, 64, (lambda start, stop: [run(sample[start:stop], start)],))
-
-
 def test_numbers_of_rows_that_differ_are_not_used():
-    def by_number(rows, start):
-        return rows * (1.0 if len(rows) >= 8 else 1.0 + 2**-20)
+    def by_number(start, stop):
+        rows = torch.arange(start + 1.0, stop + 1.0)[:, None]
+        return [rows * (1.0 if len(rows) >= 8 else 1.0 + 2**-20)]
 
-    assert proved_counts([_operator(by_number)], SETTING) == (8, 16, 32, 64)
+    operator = Operator("planted", "by_number", 64, (by_number,))
+    assert proved_counts([operator], SETTING) == (8, 16, 32, 64)
 
 
 def test_unequal_numbers_of_a_group_are_intersected():

@@ -82,6 +82,7 @@ def test_nodes_equal_fresh_forward(family, options):
     prefix, tokens = rng.integers(3, 61, PREFIX), rng.integers(3, 61, NODES)
     parents = np.array([NO_NODE] + [int(rng.integers(0, i)) for i in range(1, NODES)])
     expected = _reference(model, prefix, tokens, parents)
+    model.train()  # a runner computes without dropout, as the reference above
     ids = 100 + np.arange(NODES)
     parent_ids = np.where(parents == NO_NODE, NO_NODE, parents + 100)
     tree = TreeRows.within(prefix_len=PREFIX, node_ids=ids, tokens=tokens, parent_ids=parent_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import specdec.state as state_module
@@ -11,9 +10,9 @@ from specdec.pairs import RandomPair
 from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
 from specdec.sources import DraftModelSource, NullSource
-from specdec.state import RequestState, StopRules
 from specdec.types import Nodes
 from specdec.verifiers import MatchVerifier
+from tests.states import new_request
 
 MAX_POSITIONS = 48
 PAIR = RandomPair(num_layers=3, vocab_size=24, max_positions=MAX_POSITIONS)
@@ -40,9 +39,7 @@ def strategy(name: str) -> Parts:
 
 def serve(name: str, prompt: list[int], prefill_chunk: int = 512) -> list[int]:
     """The output of a request."""
-    request = RequestState(
-        request_id=1, prompt=np.array(prompt), stop=StopRules(max_new_tokens=10), sampling=T06
-    )
+    request = new_request(1, prompt, 10, T06)
     parts = strategy(name)
     state = parts.new_state()
     for _ in parts.decode(state, [request], prefill_chunk=prefill_chunk):

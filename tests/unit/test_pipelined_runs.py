@@ -6,28 +6,17 @@ per token must be the law's, up to chance and the ends of texts. The bound is 5 
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from experiments.open.time_laws import flowspec_time, pipeinfer_time
 from specdec.compose.workbench import Parts, build
 from tests.laws import one_class_bench, ranks, submitted_batches
 from tests.states import new_request
+from tests.unit.test_asynchronous import NUM_TOKENS, decoded
 
 pytestmark = pytest.mark.slow
 
 BOUND = 0.05
-NUM_REQUESTS, NUM_TOKENS = 10, 400
-
-
-def milliseconds_per_token(
-    parts: Parts, num_requests: int = NUM_REQUESTS, num_tokens: int = NUM_TOKENS
-) -> float:
-    """Of requests that share every step; their rows cost nothing."""
-    requests = [new_request(number, (1,), num_tokens) for number in range(num_requests)]
-    for _ in parts.decode(parts.new_state(), requests, batch_size=num_requests):
-        pass
-    return 1e3 * float(np.mean([r.emitted_s[-1] for r in requests])) / num_tokens
 
 
 def submitted(parts: Parts, num_tokens: int = NUM_TOKENS) -> list[tuple[int, str]]:
@@ -64,7 +53,8 @@ def test_pipeinfer_takes_the_time_of_its_law(
     run = {"tokens": tokens, "cutoff": cutoff, "recovery": recovery, "decay": decay}
     parts = build("pipeinfer", one_class_bench(alpha, 10.0, draft), stages=stages, **run)  # type: ignore[arg-type]
     law = pipeinfer_time(alpha=alpha, stages=stages, stage=10.0, draft=draft, **run)  # type: ignore[arg-type]
-    assert milliseconds_per_token(parts) == pytest.approx(law, rel=BOUND)
+    time, _ = decoded(parts, num_requests=10, batch_size=10)  # their rows cost nothing
+    assert time == pytest.approx(law, rel=BOUND)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
@@ -111,5 +101,6 @@ def test_flowspec_takes_the_time_of_its_law(
         between=(depth + 1) * draft,
     )
     num_tokens = 250 if num_requests > 1 else 2000
-    time = milliseconds_per_token(parts, num_requests, num_tokens)
+    batch = {"num_requests": num_requests, "batch_size": num_requests}
+    time, _ = decoded(parts, num_tokens=num_tokens, **batch)
     assert time == pytest.approx(law, rel=BOUND)

@@ -9,7 +9,6 @@ import yaml
 
 import specdec
 from specdec.config.job import run_job_of
-from specdec.errors import UserError
 from specdec.planning import Plan, check_run, units_of_run
 from specdec.runs.jobs import run_job
 from specdec.runs.progress import Progress
@@ -81,8 +80,6 @@ def test_a_model_without_a_draft_is_measured(tmp_path: Path) -> None:
     tokens = {choice.strategy: choice.tokens_per_answer for choice in plan.choices}
     assert tokens["ar"] == 1.0 < min(tokens["suffix"], tokens["prompt_lookup"])
     assert run_job_of([*words, "strategy=planned"], [tmp_path]).name == "planned"
-    with pytest.raises(UserError, match="measured on this machine: leave profile out"):
-        specdec.plan(words, profile="uniform_30ms")
 
 
 def run_planned(out: Path, folder: Path, *words: str) -> None:

@@ -65,13 +65,6 @@ def test_unlike_devices_have_a_time_each() -> None:
     assert clock.now() * 1e3 == pytest.approx(one * (sum(factors) + 1))
 
 
-@pytest.mark.parametrize("keys", [["executor.stages=4"], ["executor.groups=[1,1,1,1,1,1,1,1]"]])
-def test_unlike_devices_fit_one_stage_on_each(keys: list[str]) -> None:
-    words = ["strategy=specpipe", "clock=simulated", "clock.profile=specpipe_2server", *keys]
-    with pytest.raises(UserError, match=r"executor\.stages=8"):
-        run_job_of(words)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 64])
 def test_pipedec_s_seven_stages_are_pairs_of_its_fourteen_devices(num_tokens: int) -> None:
     pair, device = (

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from replaying import run
 
-from specdec.errors import UserError
 from specdec.pairs.record import read_traces
-from specdec.pairs.recorded import ReplayModels, build_replay
+from specdec.pairs.recorded import build_replay
 
 # Not monotone, as drafts that read the target's hidden states make them: right for 1 token from
 # position 1, but for 4 from position 2.
@@ -62,13 +61,6 @@ def test_plain_decoding_and_gzip(tmp_path) -> None:
     results, totals = run(models, ("strategy=ar",), num_tokens=100)
     assert [len(r.output) for r in results] == [len(v) for v in LENGTHS.values()]
     assert totals.target_passes == sum(map(len, LENGTHS.values()))
-
-
-def test_trees_are_refused(tmp_path) -> None:
-    models = build_replay(record=written(tmp_path / "t.jsonl"), method="acc_eagle")
-    assert isinstance(models, ReplayModels)
-    with pytest.raises(UserError, match="policy=chain"):
-        run(models, ("strategy=best_first",))
 
 
 @pytest.mark.parametrize("method", ["acc_eagle", "acc_ngram"])

@@ -110,3 +110,5 @@ def test_nobody_is_admitted_before_arriving() -> None:
     assert [r.id for r in ended] == [1, 2, 0]
     assert all(r.admitted_s >= r.arrival_s for r in ended)
     assert requests[0].admitted_s == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="two requests have the id 4"):
+        list(made.decode(made.new_state(), [serving.request(i, 0) for i in (3, 4, 4)]))

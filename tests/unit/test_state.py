@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.sampling.transform import SamplingParams
 from specdec.state import TARGET_ORIGIN, DecodeState, RequestState, StopRules
 from specdec.types import (
     Answers,
@@ -21,7 +20,7 @@ from specdec.types import (
     Verdict,
 )
 from specdec.verifiers import MatchVerifier
-from tests.states import new_state
+from tests.states import new_request, new_state
 
 PIECES = {10: "a", 11: "b", 12: "ST", 13: "OP", 14: "x", 15: "END", 16: "S", 17: "TOP!"}
 
@@ -31,11 +30,8 @@ def decode(tokens) -> str:
 
 
 def one_request(stop: StopRules) -> tuple[DecodeState, RequestState]:
-    request = RequestState(
-        request_id=7, prompt=np.array([1, 2, 3]), stop=stop, sampling=SamplingParams()
-    )
     state = new_state()
-    state.requests[7] = request
+    state.requests[7] = request = new_request(7, stop=stop)
     return state, request
 
 
@@ -109,9 +105,7 @@ def test_a_path_ends_where_token_by_token_decoding_would(name, hit):
 
 def test_a_stop_string_in_the_prompt_does_not_end_the_request():
     stop = StopRules(max_new_tokens=9, stop_strings=("STOP",), decode=decode)
-    request = RequestState(
-        request_id=7, prompt=np.array([12, 13, 12]), stop=stop, sampling=SamplingParams()
-    )
+    request = new_request(7, (12, 13, 12), stop=stop)
     request.emit(13, 0, 0.0)  # completes it only together with the prompt's last token
     assert not request.finished
     request.emit(16, 0, 0.0)
@@ -154,16 +148,16 @@ def test_idle_steps_are_counted_by_cause():
     state.mark_submitted(Nodes(((7, request.tree.ids.copy()),)))
     state.commit([])
     assert (request.counters.flush_steps, request.counters.refill_steps) == (1, 1)
+    state.requests[8] = new_request(8)  # it waits; the other one is answered, but for a node
+    chain_of(request, 99)
+    state.mark_submitted(Nodes(((7, request.tree.ids.copy()),)))
+    commit_path(state, request, [12])
+    assert (request.counters.flush_steps, request.counters.refill_steps) == (1, 1)
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="prompt 7 has no tokens"):
-        RequestState(
-            request_id=7,
-            prompt=np.zeros(0, np.int64),
-            stop=StopRules(max_new_tokens=1),
-            sampling=SamplingParams(),
-        )
+        new_request(7, ())
 
 
 @pytest.mark.parametrize(

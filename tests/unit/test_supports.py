@@ -11,8 +11,8 @@ from specdec.distributed.messages import Kind, Message
 from specdec.executors import ModelAnswerer
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
-from specdec.state import StopRules
 from specdec.types import Batch, TreeRows
+from tests.states import new_request
 from tests.unit.test_sampling import logits_of
 
 T06 = SamplingParams(temperature=0.6, top_k=80, top_p=0.9)
@@ -25,21 +25,12 @@ def answered(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[Batch,
     num = len(logits) // len(params)
     trees: list[TreeRows] = []
     for request, sampling in enumerate(params):
-        answerer.open(Opened(request, sampling))
+        answerer.open(new_request(request, sampling=sampling))
         ids = np.arange(num)
         rows = {"node_ids": ids, "tokens": np.zeros(num, np.int64), "parent_ids": ids - 1}
         trees.append(TreeRows.within(request=request, prefix_len=9, **rows))
     batch = Batch(step=0, trees=tuple(trees))
     return batch, answerer.answer(batch, logits)
-
-
-class Opened:
-    """What an answerer reads of a request."""
-
-    tokens = np.zeros(0, np.int64)
-
-    def __init__(self, request: int, sampling: SamplingParams) -> None:
-        self.id, self.sampling, self.stop = request, sampling, StopRules(max_new_tokens=1)
 
 
 def sent(answers: tuple) -> tuple[tuple, int]:

@@ -36,7 +36,8 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def padded() -> tuple[Tensor, Tensor]:
     """Token ids and mask of a batch, padded on the left."""
-    ids = torch.randint(3, VOCAB, (len(LENGTHS), max(LENGTHS)), generator=_generator(1))
+    shape, generator = (len(LENGTHS), max(LENGTHS)), torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, shape, generator=generator)
     mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]
     return torch.where(mask, ids, 0), mask.long()
 
@@ -49,10 +50,6 @@ def ours(models: tuple[PreTrainedModel, PreTrainedModel], ids: Tensor, **how: An
     """What the target gives by a strategy of ours, with the draft."""
     target, draft = models
     return target.generate(ids, **how, custom_generate=generate, draft_model=draft)
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("family", sorted(CERTIFIED))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from specdec.clocks import CONTROLLER, LatencyProfile, SimulatedClock
@@ -62,8 +61,3 @@ def test_nodes_beyond_the_models_positions_get_count_zero():
     assert candidates.probs is not None
     expected = torch.softmax(fresh_logits(other, 0, model), -1).numpy()
     np.testing.assert_allclose(candidates.probs[3], expected[0], atol=1e-12)
-
-
-def test_guess_draw_needs_match():
-    with pytest.raises(ValueError, match="verifier=match"):
-        DraftModelSource(runner=make_runner(MODEL), guess_draw=True, sample=True)

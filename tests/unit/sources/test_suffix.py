@@ -63,13 +63,10 @@ def test_counts_over_many_texts_are_those_of_a_search(seed):
             longest = max(
                 n
                 for n in range(at + 1)
-                if n == 0 or any(_occurs(path[at - n : at], whole) for whole in texts)
+                for whole in texts
+                if any(whole[i : i + n] == path[at - n : at] for i in range(len(whole) - n + 1))
             )
             assert length == longest
-
-
-def _occurs(piece, whole):
-    return any(whole[i : i + len(piece)] == piece for i in range(len(whole) - len(piece) + 1))
 
 
 def test_the_oldest_requests_are_evicted_and_memory_stays_bounded():
