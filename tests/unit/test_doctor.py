@@ -110,7 +110,7 @@ def test_the_reading_of_training_is_found(
     rows = {row["reading"]: row for row in report["readings"]}
     assert report["best"] == best, rows
     assert status == (0 if change is nothing else 1)
-    assert rows[best]["loss"] == 0.0
+    assert rows[best]["loss"] <= (0.02 if change is nothing else 0.0), "2 % count as equal"
     assert rows[best]["accepted"] > 1.0
     shown = capsys.readouterr().out
     if change is nothing:
