@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, overload
+from warnings import warn
 
 import numpy as np
 
@@ -131,6 +132,10 @@ class Decoder:
             pair: models to share with other decoders; built from ``model=`` if omitted.
         """
         cfg = _config(overrides, config_dirs)
+        _check_pair(pair)
+        for word in overrides:
+            if word.startswith(("data=", "data.")):
+                warn(f"{word} is not used here: the prompts are given to generate", stacklevel=2)
         if cfg["strategy"]["kind"] != "parts":
             raise UserError(
                 f"strategy={cfg['strategy']['name']} is transformers' own decoding; call its"
@@ -326,6 +331,8 @@ def _is_prompt(item: object) -> bool:
 
 def _token_ids(prompt: object) -> list[int]:
     try:
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise TypeError("its items would be taken for token ids")
         return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
     except TypeError as error:
         raise UserError(
@@ -389,6 +396,11 @@ def verify(
     return run_checks(_config(overrides, config_dirs), checks=checks, depth=depth)
 
 
+def _check_pair(pair: object) -> None:
+    if not isinstance(pair, ModelPair | None):
+        raise UserError(f"pair={pair!r:.60} is no pair of models: give one of specdec.pairs")
+
+
 def _config(overrides: Sequence[str], config_dirs: Sequence[str | Path]) -> dict[str, Any]:
     check_lists(overrides=overrides, config_dirs=config_dirs)
     return run_job_of(list(overrides), [Path(folder) for folder in config_dirs]).config
@@ -449,6 +461,7 @@ def compare(
             override ``output_dir=``; without one no files are kept.
     """
     check_lists(strategies=strategies, overrides=overrides, config_dirs=config_dirs)
+    _check_pair(pair)
     words = [f"strategies=[{','.join(strategies)}]", *overrides]
     comparison = compose_comparison(words, [Path(folder) for folder in config_dirs])
     if output_dir is None:

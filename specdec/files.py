@@ -180,9 +180,7 @@ class ArchiveFormat:
         except FileNotFoundError as error:
             raise UserError(f"{where}: no such file; {self.missing}") from error
         except NOT_ARRAYS as error:
-            raise UserError(
-                f"{where} is not {self.what} ({type(error).__name__}: {error}); {self.other}"
-            ) from error
+            raise UserError(f"{where} is not {self.what}; {self.other}") from error
         own = isinstance(head, dict) and (head.get("format"), head.get("version"))
         if own != (self.name, self.version):
             raise UserError(f"{where} is not a {self.name} of version {self.version}; {self.again}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specdec.cli.arguments import Arguments, OneModel, help_of, read_values
+from specdec.cli.execute import reporting
 from specdec.errors import UserError
 from specdec.parts.fields import Count, Index, Text
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from specdec.models.eagle_readings import Reading
     from specdec.models.frozen import FrozenModel
+    from specdec.runs.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +69,17 @@ def main(arguments: Arguments) -> int:
     from specdec.models.frozen import FrozenModel
     from specdec.models.loading import load_model
 
-    files, target = HeadFiles(family_path(name)), family_path(options.target)
-    frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
-    known, texts = readings(files, frozen), _texts(frozen, target, options)
-    counts = [
-        accepted(frozen, load_reading(files, one, frozen), texts, options.tokens, normed=one.normed)
-        for one in known
-    ]
+    files, target = HeadFiles(family_path(name, "HEAD")), family_path(options.target, "target")
+    counts = []
+    with reporting() as progress:
+        progress.phase("loading the target")
+        frozen = FrozenModel(load_model(target, dtype=options.dtype, device=options.device))
+        known, texts = readings(files, frozen), _texts(frozen, target, options, progress)
+        progress.phase("trying readings", len(known))
+        for one in known:
+            head = load_reading(files, one, frozen)
+            counts.append(accepted(frozen, head, texts, options.tokens, normed=one.normed))
+            progress.advance(detail=one.name)
     if not (drafts := sum(map(len, counts[0]))):
         raise UserError(
             f"the target's texts have no place for a draft of {options.tokens} tokens outside"
@@ -94,7 +100,9 @@ def main(arguments: Arguments) -> int:
     return 0 if report["is_right"] else 1
 
 
-def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor, int]]:
+def _texts(
+    frozen: FrozenModel, target: str, options: Keys, progress: Progress
+) -> list[tuple[Tensor, int]]:
     """Samples continuations of the target: (tokens int64[T + L], prompt length T) per prompt."""
     import torch
 
@@ -108,7 +116,9 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 80, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        for prompt in load_prompts(name=options.data, limit=options.prompts):
+        prompts = load_prompts(name=options.data, limit=options.prompts)
+        progress.phase("continuing prompts", len(prompts))
+        for prompt in prompts:
             tokens = prompt_tokens(prompt, tokenizer)
             room = len(tokens) if limit is None else max(2, limit - options.new_tokens)
             ids = torch.from_numpy(fit_prompt(tokens, max_len=room, label=prompt.name)[0])
@@ -116,6 +126,7 @@ def _texts(frozen: FrozenModel, target: str, options: Keys) -> list[tuple[Tensor
             shape = {"attention_mask": torch.ones_like(given), "max_new_tokens": options.new_tokens}
             text = frozen.model.generate(given, **shape, **sampling)[0].cpu()
             texts.append((text, len(ids)))
+            progress.advance()
     return texts
 
 

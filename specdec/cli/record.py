@@ -60,7 +60,7 @@ def main(arguments: Arguments) -> int:
 
     config = run_job_of(["strategy=ar", "model=random", f"sampling={keys.sampling}"]).config
     sampling = sampling_params(config["sampling"])
-    folder = family_path(keys.draft)
+    folder = family_path(keys.draft, "draft")
     texts = _texts(path, folder)
     model = load_model(folder, dtype=keys.dtype, device=keys.device)
     runner = ModelRunner(model=model, name="draft", meter=Meter())

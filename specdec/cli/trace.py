@@ -44,6 +44,8 @@ def main(arguments: Arguments) -> int:
     folder = Path(name).expanduser()
     first, _, last = keys.steps.partition("-")
     steps = (int(first), int(last)) if last else None
+    if steps and steps[0] > steps[1]:
+        raise UserError(f"steps={keys.steps}: FROM is after TO: write FROM-TO, as in 40-70")
     print(*draw(folder, steps), sep="\n")
     return 0
 
@@ -63,7 +65,7 @@ def draw(folder: Path, steps: tuple[int, int] | None = None) -> list[Path]:
         page = tree_page(trees, title=title)
         rejected = rejections_png(trees, title=wrapped)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        why = f"{type(error).__name__}: {error}"
+        why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise UserError(
             f"{folder} cannot be drawn ({why}): choose other steps, or run again with trace=true"
         ) from error

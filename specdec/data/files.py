@@ -12,7 +12,7 @@ from specdec.files import parse_json
 
 DATA_VARIABLE = "SPECDEC_DATA"
 
-_FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
+FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
 def data_folder(*, name: str, places: str) -> Path:
@@ -37,6 +37,8 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def open_text(path: Path, form: str = "text") -> Iterator[IO[str]]:
+    if not path.is_file():
+        raise UserError(f"{str(path)!r} is not a file: name an existing one")
     try:
         with path.open("rb") as stream:
             compressed = stream.read(2) == b"\x1f\x8b"
@@ -85,7 +87,8 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = parse_json(line)
             except ValueError as error:
                 raise UserError(
-                    f"{where} is not JSON ({error}); each line must be one object"
+                    f"{where} is not JSON ({error}); each line must be one object: correct or"
+                    " remove this line"
                 ) from error
             if not isinstance(record, dict):
                 raise UserError(
@@ -121,7 +124,7 @@ def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> 
 
 
 def fill(template: str, record: dict[str, Any], *, where: str, hint: str) -> str:
-    return _FIELD.sub(lambda m: text_field(record, m[1], where=where, hint=hint), template)
+    return FIELD.sub(lambda m: text_field(record, m[1], where=where, hint=hint), template)
 
 
 def sha256_of(path: Path) -> str:

@@ -70,7 +70,7 @@ def prompt_tokens(
     turns = [(prompt.text, prompt.message or prompt.text), *prompt.later][: len(answers) + 1]
 
     def ids(text: str, **options: Any) -> npt.NDArray[np.int64]:
-        return np.asarray(tokenizer(text, **options)["input_ids"], np.int64)
+        return np.asarray(tokenizer(text, verbose=False, **options)["input_ids"], np.int64)
 
     if chat == "never" or (chat == "auto" and not tokenizer.chat_template):
         before = [f"{text}{reply}" for (text, _), reply in zip(turns, answers, strict=False)]

@@ -13,6 +13,7 @@ from specdec.data.sets import FIRST_TURN, MIXED, OWN, SETS, STDLIB, Hub, Texts, 
 from specdec.errors import UserError
 
 _FIRST_TURN = "{turns.0}"
+_MAX_CHECKED = 1_000
 _ID_BLOCK = 1_000_000  # ids of set number s in ``mixed`` start at s * _ID_BLOCK
 
 
@@ -34,13 +35,16 @@ def load_prompts(request: Request | None = None, **keys: Any) -> list[Prompt]:
 
 
 def check_data(request: Request) -> None:
-    """Checks within milliseconds that the data set's file exists, by reading its first prompt."""
+    """Checks that the data set's file exists, by reading its first prompt; a user's file is read as
+    far as the run does, up to ``_MAX_CHECKED`` prompts.
+    """
     check_request(request)
     if request.origin == "hub":
         return
     for name in request.sets or [request.name]:
         if request.reader is not None or name not in ("stdlib", "mixed"):
-            load_prompts(replace(request, name=name, sets=None, sample_seed=None, limit=1))
+            limit = min(request.limit or _MAX_CHECKED, _MAX_CHECKED) if name in OWN else 1
+            load_prompts(replace(request, name=name, sets=None, sample_seed=None, limit=limit))
 
 
 def _prompts(request: Request) -> Iterator[Prompt]:
@@ -95,7 +99,7 @@ def _from_own_file(request: Request) -> Iterator[Prompt]:
     if request.name == "speed_bench" and template is None:
         return _of_records(request.name, records, FIRST_TURN, "is this a file of SPEED-Bench?")
     if request.name == "jsonl" and template is None:
-        field, hint = request.field or "prompt", "choose one with data.field"
+        field, hint = request.field or "prompt", "correct or remove this line, or set data.field"
         records = (
             replace(r, fields={"text": text_field(r.fields, field, where=r.where, hint=hint)})
             for r in records

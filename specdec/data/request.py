@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specdec.data.files import sha256_of
+from specdec.data.files import FIELD, sha256_of
 from specdec.data.prompt import DataReader
 from specdec.data.sets import (
     DIALOGUES,
@@ -141,6 +141,11 @@ def check_request(request: Request) -> None:
         raise UserError(f"data.path={str(path)!r} is not a file; name an existing one")
     if request.template is not None and request.field is not None:
         raise UserError("data.template has field names: leave out data.field")
+    if request.template is not None and not FIELD.search(request.template):
+        raise UserError(
+            f"data.template={request.template!r} has no {{FIELD}}, so all prompts would be equal:"
+            f" write {'{prompt}' if name == 'jsonl' else '{text}'}, or another field's name"
+        )
     if sets is not None and (not sets or {*sets} - {"stdlib", *SETS} or len({*sets}) < len(sets)):
         raise UserError(
             f"data.sets={list(sets)} must name different sets of stdlib, {', '.join(SETS)}"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,9 +65,12 @@ class ReadOptions:
 def read_log(path: str | Path, options: ReadOptions | None = None) -> AcceptanceLog:
     file, options = Path(path).expanduser(), options or ReadOptions()
     if not file.is_file():
-        raise UserError(f"{str(path)!r} is not a file: name an acceptance log")
+        what = "matches no file" if has_magic(str(path)) else "is not a file"
+        raise UserError(f"{str(path)!r} {what}: name an acceptance log")
+    if not (text := read_text(file).strip()):
+        raise UserError(f"{str(path)!r} is empty: name an acceptance log")
     try:
-        requests = _chosen([*_requests(read_text(file).strip(), options)], options.method)
+        requests = _chosen([*_requests(text, options)], options.method)
     except UserError as error:
         raise UserError(f"{str(path)!r}: {error}") from error
     except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:

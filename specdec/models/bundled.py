@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from specdec.errors import UserError
 from specdec.files import cache_dir
+from specdec.parts.fields import did_you_mean
 
 PREFIX = "bundled:"
 INSTALLED = "installed:"
@@ -24,17 +25,17 @@ INSTALLED = "installed:"
 _ASSETS = Path(__file__).parents[1] / "assets"
 
 
-def family_path(name: str) -> str:
+def family_path(name: str, key: str = "") -> str:
     if name.startswith(INSTALLED):
         return str(installed_path(name))
-    return _resolve(name, (_ASSETS / "tiny", _ASSETS), "")
+    return _resolve(name, (_ASSETS / "tiny", _ASSETS), "", key)
 
 
 def record_path(name: str) -> str:
-    return _resolve(name, (_ASSETS / "records",), ".npz")
+    return _resolve(name, (_ASSETS / "records",), ".npz", "model.record")
 
 
-def _resolve(name: str, folders: Sequence[Path], suffix: str) -> str:
+def _resolve(name: str, folders: Sequence[Path], suffix: str, key: str) -> str:
     if not name.startswith(PREFIX):
         return name
     part = name.removeprefix(PREFIX)
@@ -44,8 +45,9 @@ def _resolve(name: str, folders: Sequence[Path], suffix: str) -> str:
         known = [p.stem for p in folders[0].glob(f"*{suffix}") if suffix or p.is_dir()]
         if not suffix:
             known += [f"smollm2/{p.name}" for p in (_ASSETS / "smollm2").iterdir() if p.is_dir()]
-        choices = ", ".join(sorted(PREFIX + other for other in known))
-        raise UserError(f"{name!r} does not ship with specdec: give a path, or one of {choices}")
+        hint = did_you_mean(name, [PREFIX + other for other in known])
+        label = f"{key}={name}" if key else repr(name)
+        raise UserError(f"{label} does not ship with specdec: {hint}, or give a path")
     return str(found)
 
 

@@ -83,7 +83,9 @@ def inspect_pair(**names: str | None) -> dict[str, ModelInfo]:
     """Checks a target and its draft models without loading them; ``names`` are their paths by role.
     UserError if one, except ``translated``, has other token ids than the ``target``.
     """
-    infos = {n: inspect_model(family_path(p), f"model.{n}") for n, p in names.items() if p}
+    infos = {
+        n: inspect_model(family_path(p, f"model.{n}"), f"model.{n}") for n, p in names.items() if p
+    }
     target = infos["target"]
     for name, info in infos.items():
         if name in ("target", "translated"):
@@ -119,7 +121,7 @@ def _folder(path_or_id: str | Path, key: str) -> Path:
     if path.exists():
         raise UserError(
             f"{key} {text!r} is a file; give the folder that contains config.json, or a GGUF"
-            f" file (*{SUFFIX})"
+            f" file (model=gguf model.path=FILE{SUFFIX})"
         )
     if path.suffix == SUFFIX:
         raise UserError(f"{key} {text!r} does not exist; give a GGUF file that does")
@@ -128,10 +130,12 @@ def _folder(path_or_id: str | Path, key: str) -> Path:
             f"{key} {text!r} does not exist; give a folder with config.json and safetensors "
             "weights, or a Hugging Face id such as 'Qwen/Qwen3-0.6B'"
         )
-    return _hub_folder(text)
+    if text.lower() in ("none", "null"):
+        raise UserError(f"{key}={text} would be a Hugging Face id: write null for none")
+    return _hub_folder(text, key)
 
 
-def _hub_folder(hub_id: str) -> Path:
+def _hub_folder(hub_id: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -145,7 +149,7 @@ def _hub_folder(hub_id: str) -> Path:
     except Exception as error:  # the hub client raises many types
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise UserError(
-            f"model {hub_id!r} is not a local folder, and the Hugging Face hub did not provide it "
+            f"{key} {hub_id!r} is not a local folder, and the Hugging Face hub did not provide it "
             f"({reason}); check the spelling, log in if it is gated, or give a local folder"
         ) from error
 

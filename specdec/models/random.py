@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.errors import UserError
+from specdec.models.config_values import config_value
 from specdec.models.inspection import CERTIFIED
 from specdec.models.loading import reference_attention, torch_dtype, usable_device
 
@@ -46,14 +47,26 @@ def random_model(
     entries = _config_entries(family, sizes) | (options or {})
     try:
         config = AutoConfig.for_model(family, **entries)
+        text = config.get_text_config()
+        if any(config_value(text, k) != sizes[k] for k in ("num_hidden_layers", "hidden_size")):
+            raise UserError(
+                f"model.family={family} would ignore model.num_layers and model.hidden_size: name"
+                f" its language model, model.family={text.model_type}"
+            )
+        with torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=kind,
+                attn_implementation=reference_attention(config),
+                experts_implementation="eager",  # others have no float64
+            )
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(
-            f"model family {family!r} is unknown; choose one of {', '.join(sorted(CERTIFIED))}"
+            f"model.family={family} is no causal language model of transformers: choose one of"
+            f" {', '.join(sorted(CERTIFIED))}"
         ) from error
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=kind, attn_implementation=reference_attention(config)
-        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -78,19 +78,23 @@ class PretrainedPair(HuggingFacePair):
         target = path or target
         self._names = {"target": target, "draft": draft, "middle": middle, "translated": translated}
         self._files = {"ngram": ngram, "exit_heads": exit_heads, "eagle_head": eagle_head}
-        self.heads_folder = None if exit_heads is None else Path(family_path(exit_heads))
+        self.heads_folder = (
+            None if exit_heads is None else Path(family_path(exit_heads, "model.exit_heads"))
+        )
         if self.heads_folder is not None and not self.heads_folder.is_dir():
             raise UserError(
                 f"model.exit_heads={exit_heads} is not a folder: give the folder of the heads,"
                 " or use untrained heads with model.exit_heads=null"
             )
-        self._eagle = None if eagle_head is None else Path(family_path(eagle_head))
+        self._eagle = (
+            None if eagle_head is None else Path(family_path(eagle_head, "model.eagle_head"))
+        )
         self._infos = inspect_pair(target=target, draft=draft, middle=middle, translated=translated)
         self.names = tuple(self._infos)
         self.info = self._infos["target"]
         if options.dtype == "auto" and self.device.startswith("cuda"):
             self.dtype = own_dtype(self.info)
-        self._ngram = None if ngram is None else Path(family_path(ngram))
+        self._ngram = None if ngram is None else Path(family_path(ngram, "model.ngram"))
         if self._ngram is not None and not self._ngram.is_file():
             raise UserError(
                 f"model.ngram={ngram}: no such file; give a safetensors file of samples"

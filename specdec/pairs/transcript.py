@@ -88,7 +88,8 @@ class TranscriptModels(RecordedPair):
             num_layers: layers of the target, the largest possible number of stages.
         """
         name = tokenizer or draft or "bundled:target"
-        tools = load_tokenizer(family_path(name))
+        key = "model.tokenizer" if tokenizer else "model.draft"
+        tools = load_tokenizer(family_path(name, key))
         end = tools.eos_token_id
         if end is None:
             raise UserError(f"model.tokenizer={name} has no end-of-sequence token")
@@ -99,7 +100,7 @@ class TranscriptModels(RecordedPair):
         ]
         self._draft, size, weights = None, len(tools), 0
         if draft is not None:
-            folder = family_path(draft)
+            folder = family_path(draft, "model.draft")
             self._draft = load_model(folder, dtype=dtype, device=device)
             size, weights = int(self._draft.config.vocab_size), weight_bytes(folder, dtype)
         most = max(int(ids.max()) for _, *parts in tokens for ids in parts)

@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.files import write_bytes, write_json, write_text
 from specdec.metrics import RequestResult, Run, RunTotals, comparison_row, summarise
 from specdec.metrics.compare import prompt_speedups
+from specdec.models.loading import usable_device
 from specdec.pairs import ModelPair, build_pair
 from specdec.pairs.record import check_recordable, record_run, write_record
 from specdec.report.origins import token_ends
@@ -307,6 +308,9 @@ def prepare(
     Returns the pair, the prompts, which fit into its positions, and how many were shortened.
     """
     pair = pair or build_pair(cfg["model"])
+    elsewhere = cfg.get("executor", {}).get("transport") == "distributed"
+    if cfg["strategy"]["kind"] in ("parts", "hf") and not elsewhere:
+        usable_device(pair.device)
     label = "loading models"
     if num_bytes := pair.needed_bytes:
         label += f", {num_bytes / 1e9:.2g} GB of weights"

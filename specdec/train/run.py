@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data import Request, load_prompts
+from specdec.data.files import read_json_object
 from specdec.data.prompt import fit_prompt, prompt_tokens
 from specdec.errors import UserError
 from specdec.files import write_json
@@ -94,6 +95,23 @@ def check(kind: str, config: Mapping[str, Any]) -> None:
         if name == "plan":
             values = _plan_values(kind, config)
         check_values(SECTIONS[name], values, name)
+    _check_folder(kind, Path(config["output_dir"]), config)
+
+
+def _check_folder(kind: str, out: Path, config: Mapping[str, Any]) -> None:
+    """Refuses an output_dir in which files that are no work of this command would be replaced."""
+    model, folders = config.get("model") or {}, ("target", "draft", "exit_heads", "eagle_head")
+    read = {f"model.{key}": model.get(key) for key in folders}
+    for key, value in {**read, "initial": config.get("initial")}.items():
+        if isinstance(value, str) and Path(value).expanduser().resolve() == out.resolve():
+            raise UserError(f"output_dir={out} is the folder of {key}: name another")
+    work = Path(config.get("work_dir") or out / "work")
+    patterns = [(out, "training*.json"), (work, "answers.json"), (work, "*/settings.json")]
+    ours = (path for at, name in patterns if at.is_relative_to(out) for path in at.glob(name))
+    record = out / "training.json"
+    other = record.is_file() and read_json_object(record).get("kind") != kind
+    if out.exists() and any(out.iterdir()) and (other or not any(ours)):
+        raise UserError(f"output_dir={out} has files of something else: name a new folder")
 
 
 def check_texts(config: Mapping[str, Any]) -> None:
@@ -103,8 +121,9 @@ def check_texts(config: Mapping[str, Any]) -> None:
         return
     count, held = len(load_prompts(Request.of(**config["data"]))), config["held_out"]
     if held >= count:
+        more = "data.limit=null" if count == config["data"].get("limit") else "more prompts"
         raise UserError(
-            f"held_out={held} of {count} prompts leaves none to train on: give more prompts, or"
+            f"held_out={held} of {count} prompts leaves none to train on: give {more}, or"
             f" held_out={count // 5 or 1}"
         )
 

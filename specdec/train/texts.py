@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +68,9 @@ def read_answers(
 def check_answers(path: Path) -> None:
     if not path.is_file():
         raise UserError(f"answers={path} is not a file: name JSON lines of the target's answers")
+    for number, entry in islice(read_records(path), 1):
+        if "messages" not in entry and not {"id", "output"} <= entry.keys():
+            turn_of(entry, f"{path} line {number}")
 
 
 def _need(tokenizer: PreTrainedTokenizerBase | None, where: str) -> PreTrainedTokenizerBase:

@@ -105,7 +105,7 @@ def test_streamed_text_is_whole_and_never_half_a_character() -> None:
 
         chat_template = None
 
-        def __call__(self, text: str) -> dict[str, list[int]]:
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
             return {"input_ids": list(text.encode())}
 
         def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -130,8 +130,16 @@ def test_streamed_text_is_whole_and_never_half_a_character() -> None:
         ([1], ["strategy=hf_generate"], "transformers' own"),
         ([1], ["policy.gama=3"], "gama"),
         ("text", [], "token ids"),
+        (b"text", [], "text or a list of token ids"),
     ],
 )
 def test_bad_input_names_value_and_remedy(prompt, overrides, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(specdec.UserError, match=message):
         specdec.generate(prompt, overrides=[*OVERRIDES, *overrides], pair=PAIR)
+
+
+def test_what_is_no_pair_is_refused_and_a_data_set_not_silently_ignored() -> None:
+    with pytest.raises(specdec.UserError, match="pair=3 is no pair"):
+        specdec.compare(["ar"], pair=3)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="data=stdlib is not used here"):
+        specdec.Decoder([*OVERRIDES, "data=stdlib"], pair=PAIR).close()
