@@ -12,22 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data import Request, load_prompts
-from specdec.data.files import read_json_object
 from specdec.data.prompt import fit_prompt, prompt_tokens
 from specdec.errors import UserError
-from specdec.files import write_json
+from specdec.files import read_json, write_json
 from specdec.models.config_values import config_value
 from specdec.models.frozen import FrozenModel
 from specdec.parts.build import check_values
-from specdec.parts.fields import (
-    Count,
-    Index,
-    NotNegative,
-    Text,
-    Threads,
-    signature_of,
-    validated,
-)
+from specdec.parts.fields import Count, Index, NotNegative, Text, Threads, signature_of, validated
 from specdec.sampling.transform import SamplingParams
 from specdec.train.agreement import Agreement, measure
 from specdec.train.block import BlockDrafter, BlockSpec
@@ -38,13 +29,7 @@ from specdec.train.fit import Fit, TrainPlan, keep_settings, memory_bytes
 from specdec.train.heads import STATED, ExitDrafter, ExitSpec, MedusaDrafter, MedusaSpec
 from specdec.train.losses import LossOptions
 from specdec.train.progress import Report, silent
-from specdec.train.texts import (
-    AnsweredText,
-    Windows,
-    check_answers,
-    read_answers,
-    write_answers,
-)
+from specdec.train.texts import AnsweredText, Windows, check_answers, read_answers, write_answers
 
 SPECS: Mapping[str, type] = {
     "eagle3": EagleSpec,
@@ -100,17 +85,15 @@ def check(kind: str, config: Mapping[str, Any]) -> None:
 
 def _check_folder(kind: str, out: Path, config: Mapping[str, Any]) -> None:
     """Refuses an output_dir in which files that are no work of this command would be replaced."""
-    model, folders = config.get("model") or {}, ("target", "draft", "exit_heads", "eagle_head")
-    read = {f"model.{key}": model.get(key) for key in folders}
+    read = {f"model.{key}": value for key, value in (config.get("model") or {}).items()}
     for key, value in {**read, "initial": config.get("initial")}.items():
         if isinstance(value, str) and Path(value).expanduser().resolve() == out.resolve():
             raise UserError(f"output_dir={out} is the folder of {key}: name another")
     work = Path(config.get("work_dir") or out / "work")
-    patterns = [(out, "training*.json"), (work, "answers.json"), (work, "*/settings.json")]
-    ours = (path for at, name in patterns if at.is_relative_to(out) for path in at.glob(name))
-    record = out / "training.json"
-    other = record.is_file() and read_json_object(record).get("kind") != kind
-    if out.exists() and any(out.iterdir()) and (other or not any(ours)):
+    files = work / "answers.json", *work.glob("*/settings.json"), *out.glob("training*.json")
+    ours = any(path.is_file() and path.is_relative_to(out) for path in files)
+    other = (read_json(out / "training.json") or {}).get("kind", kind) != kind
+    if out.exists() and any(out.iterdir()) and (other or not ours):
         raise UserError(f"output_dir={out} has files of something else: name a new folder")
 
 
@@ -189,15 +172,9 @@ def train(
     drafter = made[kind]().to(frozen.device)
     about = {"kind": kind, "target": _fingerprint(target), "seed": shared.seed}
     about |= {"output": options, "spec": asdict(spec)}
+    folder = work / (drafter.name or kind)
     fit = Fit(
-        drafter,
-        frozen,
-        windows,
-        plan=plan,
-        loss=loss,
-        folder=work / (drafter.name or kind),
-        settings=about,
-        report=report,
+        drafter, frozen, windows, plan=plan, loss=loss, folder=folder, settings=about, report=report
     )
     report(0.0, f"{len(kept)} answers, {windows.num_tokens} tokens; {len(held)} held out")
     if fit.state.step:
