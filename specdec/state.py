@@ -15,6 +15,7 @@ import numpy as np
 
 from specdec.clocks import Clock
 from specdec.clocks.meter import Meter
+from specdec.errors import UserError
 from specdec.metrics.counters import RequestCounters
 from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.sampling.transform import SamplingParams
@@ -196,6 +197,7 @@ class DecodeState:
             scheduler sets it.
         first_alone: when a request's first answer arrives, drop the tree below the last prompt
             token, so that the first emitted token passes through the stages alone.
+        label: what an error calls the parts.
         warm_up: whether this is the warm-up run, which is excluded from all metrics.
     """
 
@@ -203,6 +205,7 @@ class DecodeState:
         self, *, draws: KeyedDraws, clock: Clock, meter: Meter, first_alone: bool = False
     ) -> None:
         self.first_alone = first_alone
+        self.label = "this strategy"
         self.requests: dict[int, RequestState] = {}
         self.turn: frozenset[int] | None = None
         self.load = Load()
@@ -262,7 +265,7 @@ class DecodeState:
 
     def commit(self, verdicts: Sequence[Verdict]) -> list[Commit]:
         """Emits the verdicts' tokens, moves the roots and ends the step; returns a commit per
-        verdict. Raises RuntimeError after 10,000 consecutive steps without a verdict or prefill.
+        verdict. Raises UserError after 10,000 consecutive steps without a verdict or prefill.
         """
         live = self.requests.values()
         if len(verdicts) < len(live):
@@ -273,9 +276,10 @@ class DecodeState:
         busy = bool(verdicts) or any(r.prefill_sent < r.num_prefill for r in live)
         self._idle_steps = 0 if busy or not live else self._idle_steps + 1
         if self._idle_steps > _MAX_IDLE_STEPS:
-            raise RuntimeError(
-                f"no answer in {_MAX_IDLE_STEPS} steps: the policy submits no nodes of requests"
-                f" {sorted(self.requests)}, or the executor drops submitted nodes"
+            raise UserError(
+                f"no answer in {_MAX_IDLE_STEPS} steps of {self.label}: the policy submits no"
+                f" nodes of requests {sorted(self.requests)}, or the executor drops submitted"
+                " nodes; correct that part"
             )
         now = self.clock.now()
         commits = [self._commit_one(self.requests[v.request], v, now) for v in verdicts]

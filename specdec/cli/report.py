@@ -3,15 +3,19 @@ from math import inf
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
+
 from specdec.cli.arguments import Arguments, help_of, read_values
 from specdec.errors import UserError
-from specdec.parts.fields import Index, Text
+from specdec.parts.fields import Index, expects
+
+_Page = Annotated[Annotated[str, Field(pattern=r"\.html$")] | None, expects("it must end in .html")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
     texts: Annotated[Index, "prompts per strategy whose text is on the page"] = 4
-    leaderboard: Annotated[Text | None, "FILE.html: ranks runs, by model and machine"] = None
+    leaderboard: Annotated[_Page, "FILE.html: ranks runs, by model and machine"] = None
 
 
 HELP = f"""\

@@ -13,7 +13,7 @@ made once from the package registry. Without arguments: what is installed.
 
 
 def main(arguments: Arguments) -> int:
-    if install_named(arguments.overrides, "runtime", RUNTIMES, install):
+    if install_named(arguments.overrides, "rivals", RUNTIMES, install):
         return 0
     for name, runtime in RUNTIMES.items():
         missing = f"not installed: specdec rivals install {name}"

@@ -75,6 +75,9 @@ def sweep(overrides: Words, extra: Trees = ()) -> int:
     # All combinations are checked before the first one runs, which may take hours.
     checked = [run_job_of(without_hydra(job), extra) for job in jobs[:_MAX_CHECKED]]
     folder = output_folder(checked[0].output_dir, "sweep")
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if there and not any(n in (SWEEP_FILE, "multirun.yaml") or _NOTES in n for n in there):
+        raise UserError(f"output_dir={folder} has files of other work: name a new folder")
     print_notices(text for job in checked for text in job.notices)
     launcher = next((o.value() for o in parsed if key_of(o) == "hydra/launcher"), None)
     wall = any(job.config["clock"].get("kind") != "simulated" for job in checked)

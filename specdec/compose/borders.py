@@ -109,6 +109,10 @@ def _verdicts_fault(
         slots = tree.slots(np.asarray(verdict.accepted_ids, np.int64))
         if NO_NODE in slots or tree.parents[slots].tolist() != [0, *slots.tolist()][: len(slots)]:
             return "accepted_ids that are not a path from a child of the root"
+    judged = {verdict.request for verdict in found}
+    for request in requests:  # one whose nodes are in flight may be judged with their answers
+        if request.id not in judged and not request.awaiting:
+            return f"no verdict on request {request.id}, whose root is answered"
     return ""
 
 

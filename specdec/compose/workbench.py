@@ -32,6 +32,7 @@ from specdec.clocks.meter import Meter
 from specdec.compose.borders import guard, is_outside
 from specdec.config.hydra import compose_config
 from specdec.config.job import check_config
+from specdec.config.options import PARTS
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import EarlyExitPlan, PipelinePlan
@@ -151,10 +152,13 @@ class Parts:
     draws: KeyedDraws
     serving: ServingRules = field(default_factory=ServingRules)
     scheduler: MakeScheduler = FifoScheduler
+    label: str = "this strategy"  # for errors
 
     def new_state(self) -> DecodeState:
         alone = self.serving.first_alone
-        return DecodeState(draws=self.draws, clock=self.clock, meter=self.meter, first_alone=alone)
+        state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter, first_alone=alone)
+        state.label = self.label
+        return state
 
     def decode(
         self,
@@ -391,12 +395,13 @@ def build_parts(
         finally:
             if bench.ranks is not None:
                 bench.ranks.release()
-    for kind in ("source", "policy", "verifier", "executor"):
+    labels = {k: f"{k}={cfg.get('choices', {}).get(k, cfg[k]['_target_'])}" for k in PARTS}
+    for kind, chosen in labels.items():
         if is_outside(cfg[kind]) and not (kind == "verifier" and verifier):
-            chosen = cfg.get("choices", {}).get(kind, cfg[kind]["_target_"])
-            label = f"{kind}={chosen} (class {cfg[kind]['_target_']})"
+            label = f"{chosen} (class {cfg[kind]['_target_']})"
             guard(getattr(parts, kind), label, bench.pair.vocab_size)
-    return replace(parts, scheduler=outside_scheduler(cfg.get("serving", {})) or FifoScheduler)
+    scheduler = outside_scheduler(cfg.get("serving", {})) or FifoScheduler
+    return replace(parts, scheduler=scheduler, label=" ".join(labels.values()))
 
 
 def check_parts(cfg: Mapping[str, Any], pair: ModelPair) -> None:

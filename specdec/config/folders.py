@@ -88,6 +88,9 @@ def _claim(folder: Path, config: Node, result: str) -> dict[str, Any] | None:
         return None
     loaded = read_yaml(stored, f"{at} has a {CONFIG_FILE} that cannot be read", other)
     there, here = _computed(loaded), _computed(config)
+    if there["command"] != here["command"]:
+        commands = f"`specdec {there['command']}`, and this is `specdec {here['command']}`"
+        raise UserError(f"{at} has results of {commands}: {other}")
     if there != here:
         difference = _difference(there, here)
         raise UserError(f"{at} has a run of another configuration ({difference}): {other}")

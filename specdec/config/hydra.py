@@ -1,6 +1,7 @@
 """Composes configurations from overrides; Hydra's errors become one line with a suggestion."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -27,6 +28,7 @@ from specdec.config.options import (
 )
 from specdec.errors import UserError
 from specdec.files import flatten
+from specdec.parts.build import FILLED, locate
 from specdec.parts.fields import did_you_mean, errors_of, signature_of
 
 Words = Sequence[str]  # overrides in Hydra's grammar
@@ -44,6 +46,26 @@ class Composed:
     values: dict[str, Any]
     choices: dict[str, str]
     trees: tuple[Path, ...] = ()
+
+    def unknown_key(self, override: Override) -> str:
+        """Returns the message for an override of a key that this configuration lacks."""
+        key = key_of(override)
+        group, _, rest = key.partition(".")
+        if not (rest and group in self.choices):
+            known = [*flatten(self.values), *GROUPS]
+            hint = did_you_mean(key, known)
+            return f"{key} is not a key of the configuration: {hint}".rstrip(": ")
+        message = f"{group}={self.choices[group]} has no key {rest!r}: "
+        section = self.values.get(group, {})
+        if "_target_" in section and group != "executor":
+            plain_keys = signature_of(locate(section["_target_"], group)).plain.keys()
+            if rest in plain_keys - FILLED.get(group, set()):
+                return f"{message}write +{override.input_line}, or add the key to its YAML"
+        own = [k for k in flatten(section) if not k.endswith("_target_")]
+        paths = options(group, self.trees).items()
+        if others := [f"{group}={option}" for option, path in paths if _states(path, rest)]:
+            return f"{message}it is a key of {', '.join(others)}"
+        return message + (did_you_mean(rest, own) or "it has none, so leave it out")
 
 
 def check_lists(**values: Any) -> None:
@@ -118,12 +140,15 @@ def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) ->
     try:
         return _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
-        for tree in extra:  # a file that cannot be read explains any error
+        if text := isinstance(error, _FAULTS) and _explain(error, overrides, name, extra):
+            raise UserError(text) from error
+        for tree in extra:  # a file that cannot be read explains any other error
             for path in sorted(Path(tree).rglob("*.yaml")):
                 read_yaml(path, f"{path} cannot be read", "correct it, or remove it from the tree")
         if not isinstance(error, _FAULTS):
             raise
-        raise UserError(_explain(error, overrides, name, extra)) from error
+        text = f"the configuration cannot be composed: {_first_line(error)}"
+        raise UserError(text) from error
 
 
 def combinations(overrides: Sequence[Override], extra: Trees = ()) -> list[list[str]]:
@@ -184,39 +209,59 @@ def _first_line(error: BaseException) -> str:
 
 
 def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str:
+    """Returns what is wrong and the remedy; "" if the overrides do not explain the error."""
     if isinstance(error, MissingConfigException):
         group, _, value = str(error.missing_cfg_file).rpartition("/")
+        plugin = value.partition("_")[0]
+        if group == "hydra/launcher" and plugin in ("joblib", "submitit"):
+            return f"{group}={value} needs a package: pip install hydra-{plugin}-launcher"
         if group in ("experiment", "hydra/launcher", "hydra/sweeper"):
             return f"{group}={value} is unknown: {did_you_mean(value, error.options or ())}"
-    parsed = [o for o in parse(overrides) if not key_of(o).startswith("hydra")]
+    if file := re.match(r"In '(.+)': Could not override '\w+@", str(error)):
+        return (
+            f"{file[1]}.yaml chooses parts, for which its first line must be `# @package _global_`"
+        )
+    parsed = parse(overrides)
     groups = [o for o in parsed if o.key_or_group in GROUPS]
     for override in groups:
         group, value = key_of(override), str(override.value())
-        known = options(group, extra)
-        if not isinstance(override.value(), dict | list) and value not in known:
-            return f"{group}={value} is unknown: {did_you_mean(value, known)}"
-    unknown = f"the configuration cannot be composed: {_first_line(error)}"
+        if str(error).startswith(f"Could not override '{group}'. No match in the defaults"):
+            return f"{override.input_line} does not apply to this command: leave it out"
+        if not isinstance(override.value(), dict | list) and value not in options(group, extra):
+            unknown = f"{override.input_line} is unknown: "
+            others = [f"{g}={value}" for g in GROUPS if value in options(g, extra)]
+            if others and value != "none":
+                return f"{unknown}{value} is no {group}; write {' or '.join(others)}"
+            hint = did_you_mean(value, options(group, extra))
+            if group == "model" and not hint.startswith("did"):
+                hint = f"for a model of your own write model=hf model.target={value}; or {hint}"
+            return f"{unknown}{hint}"
+    groups += [o for o in parsed if key_of(o).startswith("hydra/")]
     try:
-        base = plain(_hydra_compose([str(o.input_line) for o in groups], name, extra))
-    except _FAULTS:
-        return unknown
+        raw = _hydra_compose([str(o.input_line) for o in groups], name, extra)
+        base = plain(raw, extra)
+    except (*_FAULTS, *YAML_ERRORS):
+        return ""
     for override in parsed:
         key = key_of(override)
         if key == "experiment" and not override.is_add():
             return f"{override.input_line} adds a group: write +{override.input_line}"
-        if not (key in GROUPS or override.is_add() or has_key(base.values, key)):
-            return _unknown_key(key, base, extra)
-    return unknown
+        if override in groups or override.is_add():
+            continue
+        if key.startswith("hydra."):
+            known = flatten(OmegaConf.to_container(raw.hydra), "hydra")
+            near = [k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]]
+            if not has_key(known, key):
+                hint = did_you_mean(key, [k for k in near if not k.endswith("_target_")])
+                hint = hint or "leave it out, or choose another hydra/launcher"
+                return f"{key} is not a key of Hydra here: {hint}"
+        elif not has_key(base.values, key):
+            return base.unknown_key(override)
+    return ""
 
 
-def _unknown_key(key: str, base: Composed, extra: Trees) -> str:
-    group, _, rest = key.partition(".")
-    if not (rest and group in base.choices):
-        known = [*flatten(base.values), *GROUPS]
-        return f"{key} is not a key of the configuration: {did_you_mean(key, known)}".rstrip(": ")
-    message = f"{group}={base.choices[group]} has no key {rest!r}: "
-    own = [k for k in flatten(base.values.get(group, {})) if not k.endswith("_target_")]
-    paths = options(group, extra).items()
-    if others := [f"{group}={option}" for option, path in paths if rest in own_values(path)]:
-        return f"{message}it is a key of {', '.join(others)}"
-    return message + (did_you_mean(rest, own) or "it has none, so leave it out")
+def _states(path: Path, key: str) -> bool:
+    try:
+        return key in own_values(path)
+    except UserError:  # of a file that cannot be read
+        return False

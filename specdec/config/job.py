@@ -18,7 +18,7 @@ from specdec.data import Request, check_data
 from specdec.errors import UserError
 from specdec.files import flatten
 from specdec.parts.build import build_part, check_values, locate
-from specdec.parts.fields import Count, Index, Positive, Text, Threads, did_you_mean
+from specdec.parts.fields import Count, Index, Positive, Text, Threads, did_you_mean, expects
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _RunKeys:
     trace: bool
     threads: Threads | None
     record: bool
-    output_dir: Text | None
+    output_dir: Annotated[Text | None, expects("name a folder, or leave it out")]
 
 
 @dataclass
@@ -284,11 +284,11 @@ def _check_models(name: str, config: Node, sources: Sequence[Node]) -> tuple[int
         if model[key] is None and any(_class(node).endswith(own_class) for node in sources):
             raise UserError(f"strategy={name} drafts with {remedy}, or choose another source")
     if needed and draft is None:
-        why = f"strategy={name} drafts with a draft model" if drafts else "record=true needs one"
-        raise UserError(
-            f"{why}, but model.draft is not set: add"
-            " model.draft=PATH_OR_ID, or choose a source without one (source=prompt_lookup)"
-        )
+        why = f"strategy={name} drafts with a draft model, but model.draft is not set"
+        other = "choose a source without one (source=prompt_lookup)"
+        if not drafts:
+            why, other = "record=true records a draft's ranks", "leave out record=true"
+        raise UserError(f"{why}: add model.draft=PATH_OR_ID, or {other}")
     if draft is None or not 0 < draft.max_positions < target.max_positions:
         return target.num_layers, ()
     return target.num_layers, (
@@ -368,9 +368,12 @@ def compose_comparison(overrides: Words, extra: Trees = ()) -> Comparison:
     jobs = [checked_job(row) for row in rows]
     for override in unused:
         part = str(_part_of(override))
+        for row in rows:
+            if f"{part}={row.choices.get(part)}" in overrides:
+                raise UserError(row.unknown_key(override))
         keys = {k for job in jobs for k in flatten({part: job.config.get(part, {})})}
         known = [key for key in keys if not key.endswith("_target_")]
-        hint = did_you_mean(key_of(override), known) or f"no {part} has keys"
+        hint = did_you_mean(key_of(override), known) or f"their {part} has no keys, so leave it out"
         raise UserError(f"{override.input_line} applies to none of the rows: {hint}")
     notices += [text for job in jobs for text in job.notices]
     once = tuple(dict.fromkeys(notices))

@@ -49,6 +49,11 @@ def config_tree(name: str | Path) -> Path:
         raise UserError(
             f"--config-dir {name or 'without a name'} is not a folder: name a configuration tree"
         )
+    groups = [group for group in GROUPS if (folder / group).is_dir()]
+    if folder.resolve().name in GROUPS and not groups and any(folder.glob("*.yaml")):
+        raise UserError(
+            f"--config-dir {name} is the folder of a group: name the one around it, {folder.parent}"
+        )
     beside = str(folder.resolve().parent)
     if beside not in sys.path:
         sys.path.append(beside)

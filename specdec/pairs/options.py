@@ -12,7 +12,10 @@ from specdec.parts.build import build_part
 from specdec.parts.fields import Count, expects, validated
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
-OwnDtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+OwnDtype = Annotated[
+    Literal["auto", "float64", "float32", "bfloat16", "float16"],
+    expects("it must be auto, float64, float32, bfloat16 or float16; model.quantization has int8"),
+]
 Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$"),

@@ -8,8 +8,8 @@ key of the section or node, ``label`` is what messages call it (default: the key
 the base class that a class must have (None: any).
 """
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Set
-from inspect import isabstract
 from pkgutil import resolve_name
 from typing import Any, get_args
 
@@ -72,8 +72,8 @@ def check_values(
         raise UserError(errors[0])
     for key in plain if complete else required:
         if key not in {*values, *given, *also}:
-            at = f"{prefix}{key}"
-            raise UserError(f"{label} lacks {key}: add {at}=VALUE, or leave out ~{at}")
+            remedy = f"add +{prefix}{key}=VALUE, or the key to its YAML"
+            raise UserError(f"{label} lacks {key}: {remedy}")
 
 
 def build_part(
@@ -130,9 +130,36 @@ def check_class(cls: type, base: type, at: str) -> None:
     name, path = base.__name__, f"{base.__module__}.{base.__name__}"
     if not issubclass(cls, base):
         raise UserError(f"{at} is not a {name}: name a class that subclasses {path}")
-    if isabstract(cls):
+    if inspect.isabstract(cls):
         lacking = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
         raise UserError(f"{at} is not a {name}: it lacks {lacking}; see {path}")
+    for method, declared in inspect.getmembers_static(base):
+        own, wanted = inspect.getattr_static(cls, method), _signature(declared)
+        found = None if method.startswith("_") or own is declared else _signature(own)
+        if found and wanted and not _accepts(found, wanted):
+            raise UserError(f"{at}: {method} takes {found}, but must take {wanted}; see {path}")
+
+
+def _signature(method: Any) -> inspect.Signature | None:
+    """Returns the parameters of a method, without ``self``; None for any other attribute."""
+    function = getattr(method, "__func__", method)  # of a class method or static method
+    if not inspect.isfunction(function):
+        return None
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    shown = [p.replace(annotation=p.empty) for p in parameters]
+    is_static = isinstance(method, staticmethod) or not shown
+    return inspect.Signature(shown[not (is_static or shown[0].kind is shown[0].VAR_POSITIONAL) :])
+
+
+def _accepts(own: inspect.Signature, declared: inspect.Signature) -> bool:
+    """Whether ``own`` takes a call as ``declared``; True if that leaves it open (``*args``)."""
+    parameters = declared.parameters.values()
+    by_name = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    try:
+        own.bind(*[None] * (len(parameters) - len(by_name)), **by_name)
+    except TypeError:
+        return any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    return True
 
 
 def _has_part(value: Any) -> bool:

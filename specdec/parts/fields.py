@@ -104,6 +104,8 @@ def errors_of(make: Callable[..., Any], values: Mapping[str, Any], where: str = 
                 shown = "null" if item["input"] is None else repr(item["input"])
                 must, semicolon, remedy = item["msg"].partition(";")
                 must = must.replace("Input should", "it should").replace("valid array", "list")
+                if item["type"] == "list_type" and not at:
+                    remedy, semicolon = f" write '{where}{key}=[{item['input']}]'", ";"
                 message = f"{must}{'' if at else or_null}{semicolon}{remedy}"
                 messages.setdefault(f"{where}{key}{at}={shown}", {})[message] = None
     return [f"{at} cannot be used: {' or '.join(texts)}" for at, texts in messages.items()]

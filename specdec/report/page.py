@@ -140,7 +140,7 @@ def _page(
     return traced.html_template("specdec.report", "page.html").render(
         name=report.folder.resolve().name,
         palette=PALETTE,
-        conditions=tables.title_of(report.conditions),
+        conditions=tables.title_of(report.conditions, report.rows),
         unfinished=[result.name for result in results if result.summary is None],
         failed_jobs=[job for job in jobs if job["status"] not in ("ok", "skipped")],
         rows=report.rows,

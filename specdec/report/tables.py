@@ -117,8 +117,14 @@ TITLE_KEYS = ("clock", "clock_profile", "data", "num_prompts", *_TITLED)
 """Conditions that ``title_of`` shows."""
 
 
-def title_of(conditions: Mapping[str, Any]) -> str:
-    """Returns one line of a run's conditions: clock, data, models, dtypes, sampling, limits."""
+RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}  # backend -> program that runs its models
+
+
+def title_of(conditions: Mapping[str, Any], rows: Sequence[Row] = ()) -> str:
+    """Returns one line of a run's conditions; the backend is the other program of all ``rows``."""
+    runtimes = {row.get("runtime") for row in rows} - {None}
+    if len(runtimes) == 1 and runtimes != {RUNTIMES.get(conditions.get("backend", ""))}:
+        conditions = {**conditions, "backend": runtimes.pop()}
     parts = [f"{conditions.get('clock', 'measured')} time"]
     if conditions.get("clock_profile") is not None:
         scale = conditions.get("clock_scale", 1.0)
@@ -164,7 +170,7 @@ def print_table(
     """Prints the comparison, notes and advice; on a narrow terminal in several tables."""
     console, rows = console or Console(), shown_rows(rows, conditions)
     show = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    show(title_of(conditions))
+    show(title_of(conditions, rows))
     _print_blocks(rows, used_columns(rows), console)
     if categories := category_columns(rows):
         show(f"\n{CATEGORIES}")
@@ -199,7 +205,7 @@ def markdown_table(
 ) -> str:
     rows = shown_rows(rows, conditions)
     columns = used_columns(rows)
-    lines = [f"# Comparison: {title_of(conditions)}", "", *markdown_lines(columns, rows), ""]
+    lines = [f"# Comparison: {title_of(conditions, rows)}", "", *markdown_lines(columns, rows), ""]
     lines += [f"- {note}" for note in (*notes_of(rows), *advice)]
     if categories := category_columns(rows):
         lines += ["", "## By category", "", CATEGORIES, "", *markdown_lines(categories, rows)]

@@ -19,6 +19,7 @@ from specdec.interfaces import Executor
 from specdec.metrics import RequestResult, RunTotals
 from specdec.metrics.counters import difference
 from specdec.pairs import ModelPair
+from specdec.report.tables import RUNTIMES
 from specdec.sampling.transform import SamplingParams
 from specdec.serving.arrivals import AT_ONCE, arrival_times
 from specdec.sources import Background
@@ -44,7 +45,6 @@ class TokenPrompt:
 
 Prompts = Sequence[TokenPrompt]
 
-RUNTIMES = {"eager": "PyTorch", "onnx": "ONNX Runtime"}  # backend -> program that runs its models
 TURN_S = 0.1  # long enough for some passes of a small model, so that few of them find cold caches
 
 OnFinish = Callable[[RequestResult], None]

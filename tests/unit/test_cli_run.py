@@ -117,7 +117,7 @@ class TestCompare:
     def test_other_rows_may_not_use_the_folder(self, engine, capsys) -> None:
         assert main(list(self.WORDS)) == 0
         assert main(["run", RANDOM, "output_dir=out"]) == 2
-        assert "command is compare there and run here" in capsys.readouterr().err
+        assert "results of `specdec compare`, and this is" in capsys.readouterr().err
         assert main([*self.WORDS[:2], "strategies=[ar,staged,mixture]", *self.WORDS[3:]]) == 2
 
 

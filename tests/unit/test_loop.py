@@ -6,6 +6,7 @@ import pytest
 
 import specdec.state as state_module
 from specdec.compose.workbench import Parts, Workbench
+from specdec.errors import UserError
 from specdec.pairs import RandomPair
 from specdec.policies import BestFirst, Chain, FixedWidth, RootOnly
 from specdec.sampling.transform import SamplingParams
@@ -65,5 +66,5 @@ def test_a_policy_that_submits_nothing_ends_with_an_error(monkeypatch: pytest.Mo
     """Nothing hangs: a loop without answers stops with the cause."""
 
     monkeypatch.setattr(RootOnly, "select", lambda self, state, source: Nodes())
-    with pytest.raises(RuntimeError, match="the policy submits no nodes"):
+    with pytest.raises(UserError, match="the policy submits no nodes"):
         serve("ar", [1, 2])

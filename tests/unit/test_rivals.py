@@ -273,7 +273,7 @@ def test_what_is_not_installed_is_said(monkeypatch, tmp_path, capsys):
     assert main(["rivals"]) == 0
     assert "not installed: specdec rivals install ort" in capsys.readouterr().out
     assert main(["rivals", "install", "ortt"]) == 2
-    assert "ortt is no runtime" in capsys.readouterr().err
+    assert "ortt is not listed" in capsys.readouterr().err
     assert main(["rivals", "remove"]) == 2
 
 
