@@ -109,8 +109,8 @@ def markdown_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 _TITLED = (
-    *("target", "draft", "backend", "dtype", "quantization", "sampling", "max_new_tokens"),
-    *("batch_size", "executor"),
+    *("target", "draft", "translated", "backend", "dtype", "quantization", "sampling"),
+    *("max_new_tokens", "batch_size", "executor"),
 )
 
 TITLE_KEYS = ("clock", "clock_profile", "data", "num_prompts", *_TITLED)

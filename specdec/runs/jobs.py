@@ -401,7 +401,8 @@ def conditions_of(
     cfg: Mapping[str, Any], pair: ModelPair, num_prompts: int, cut: int, repeats: int
 ) -> dict[str, Any]:
     clock, model, models = cfg.get("clock", {}), cfg["model"], pair.section()
-    names = {role: models.get(role) for role in ("target", "draft")}
+    roles = ("target", "draft", *(["translated"] if models.get("translated") else []))
+    names = {role: models.get(role) for role in roles}
     for role, path in names.items():  # of a path only its last folder is shown
         names[role] = Path(path).name if path and Path(path).expanduser().exists() else path
     conditions: dict[str, Any] = {
