@@ -1,7 +1,5 @@
 """Shared by all tests: no network, one thread, the fast marker, and the data folder."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

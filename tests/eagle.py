@@ -1,7 +1,5 @@
 """EAGLE heads for tests: every variant with random weights, and trained ones of the toy target."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, Literal
 

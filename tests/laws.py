@@ -1,7 +1,5 @@
 """Laws and times of strategies on pairs whose probabilities are known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Models on disk, as tests open them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

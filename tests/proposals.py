@@ -1,7 +1,5 @@
 """Compares every proposal of a source with logits computed afresh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Fixed samples of large tests: the suite runs these, ``make test-exhaustive`` the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Llama that tests save, read and run in milliseconds, and runners of models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensor-parallel groups of threads, for tests of shares without processes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Requests, states whose requests are live, commits and results, for tests of single parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

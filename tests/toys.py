@@ -1,7 +1,5 @@
 """A small random pair, requests under several samplings, and what plain decoding makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Random trees behind random prompts, for tests of runners and caches."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from specdec.attention.tree_attention import Rows, TreeCache

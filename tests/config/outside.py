@@ -3,8 +3,6 @@
 The classes are those of docs/examples.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``specdec list`` says what every preset needs and costs, by its parts' own YAML."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parts outside this repository: one class and one YAML for each kind."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """Every preset composes, alone and with every override that a user may give it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Runs the command line as a process and lists its ranks (Linux: from /proc)."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Configurations and runs of the distributed tests: tiny random models in float64."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Strategies whose draft works beside the target, over ranks: the same tokens on every clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from time import monotonic

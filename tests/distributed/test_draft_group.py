@@ -1,7 +1,5 @@
 """Strategies whose draft works beside the target, with groups of several ranks for both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Ranks are threads here, with the transport of processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 All of them with threads as ranks, where only processes and gloo are replaced; some with processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial

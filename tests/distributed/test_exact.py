@@ -1,7 +1,5 @@
 """``model.exact=true`` over processes: bfloat16 tokens equal plain decoding on the same ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

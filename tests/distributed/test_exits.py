@@ -3,8 +3,6 @@
 Ranks are threads here; ``test_equality.py`` also uses processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that die, hang or raise: one clear error, no orphans, and a rerun that resumes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

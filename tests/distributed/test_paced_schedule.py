@@ -5,8 +5,6 @@ start the next step when the stages had computed, which made plain decoding (whe
 is not the one that computes next) too fast by one transfer per stage.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sweeps in processes: killed and resumed, partly failing, with other launchers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

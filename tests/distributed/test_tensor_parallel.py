@@ -1,7 +1,5 @@
 """Ranks that share layers decode the same as one process, for any degree and layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks started by launchers, on loopback: two torchrun agents, and Slurm's environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ A comment ``<!-- run -->`` before a block of commands (or of Python) has them ex
 docs/examples; ``<!-- output -->`` before the next block says that it shows what they print.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 Of run, verify, compare, profile, list and train, tests/matrix/recorded_commands.json has every one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

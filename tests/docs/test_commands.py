@@ -1,7 +1,5 @@
 """Every command in README and docs is taken; those marked are run, and print what is shown."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """README, and the layout in docs/architecture.md: complete, and as the code is."""
 
-from __future__ import annotations
-
 import re
 
 from specdec.config.options import options

@@ -4,8 +4,6 @@ Faults of a GPU run fail here too: an index tensor left on the host, a value rea
 pass, a changing address, an output that the next replay overwrites.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The emulated device rejects what CUDA rejects; otherwise tests on it could not fail."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """No graph is captured within a run whose time is measured."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

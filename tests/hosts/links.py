@@ -12,8 +12,6 @@ netem cannot delay packets. Prints a table and writes ``links.md`` and ``links.j
 only on an idle machine: a paced row with more than 2 % overruns is marked.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

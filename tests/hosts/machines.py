@@ -5,8 +5,6 @@ loopback. Files and process numbers are shared, as the numbers let tests stop an
 Needs root and iproute2.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

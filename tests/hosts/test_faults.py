@@ -3,8 +3,6 @@
 Three hosts: rank 0 with the draft, and a stage on each of the others.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

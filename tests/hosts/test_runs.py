@@ -1,7 +1,5 @@
 """Runs over several hosts: torchrun on each, and the tokens of one process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

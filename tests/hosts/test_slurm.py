@@ -1,7 +1,5 @@
 """The batch script of docs/distributed.md, run by Slurm on two hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

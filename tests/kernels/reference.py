@@ -1,7 +1,5 @@
 """What the kernels compute, by torch's own operations."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, silu

@@ -1,7 +1,5 @@
 """Attention kernels and fused modules inside a runner, and their error messages."""
 
-from __future__ import annotations
-
 import sys
 import types
 

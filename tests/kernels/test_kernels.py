@@ -1,7 +1,5 @@
 """Triton kernels against their references: interpreted on the CPU, compiled on a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 Nothing is listed by hand: a new source, policy, verifier, executor or sampling YAML adds its cells.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """What became of every cell: exact, right in distribution, labelled lossy, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache

@@ -19,8 +19,6 @@ A case runs in this process, in an empty folder. Its keys:
   hash of the composed configuration that is printed.
 """
 
-from __future__ import annotations
-
 import base64
 import bz2
 import hashlib

@@ -13,8 +13,6 @@ every row. The target's later layers are weakened, so that drafts, exits and loo
 often right, and often not. What is read of a run is in ``_of_run`` and ``_of_request`` alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

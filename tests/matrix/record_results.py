@@ -13,8 +13,6 @@ writes ``recorded_results.json``, which ``test_recorded_results.py`` compares wi
   is computed, simulated or counted; measured ones depend on the machine.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

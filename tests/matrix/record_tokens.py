@@ -13,8 +13,6 @@ there is "=" where all tokens are those of the reference, a hash of the tokens w
 what a preset's composed configuration adds to or changes in that of ``ar``, without class paths.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -5,8 +5,6 @@
 runs every cell of the composition matrix and writes the page only if all of them hold.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

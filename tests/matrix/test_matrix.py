@@ -6,8 +6,6 @@ and each of them every executor under every lossless verifier. All of them under
 ``pytest -m exhaustive tests/matrix``, or ``make support``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from operator import attrgetter

@@ -4,8 +4,6 @@ In the suite every source, policy, verifier and sampling on every executor; with
 ``pytest -m exhaustive`` every option with every other one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

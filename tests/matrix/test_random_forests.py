@@ -4,8 +4,6 @@ hypothesis chooses the policy and its sizes, the stages, the batch, the prompts 
 the draft; derandomised, so that a run on one machine is a run on every other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

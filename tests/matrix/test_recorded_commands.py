@@ -5,8 +5,6 @@ with exit status 2, and writes nothing. The commands of the pages are those of `
 ``record_commands.py`` says how to record again.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.matrix.record_commands import COMMAND, answer, differences, read

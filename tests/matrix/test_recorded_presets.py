@@ -22,8 +22,6 @@ Not in them: verifiers, sources, policies and serving options that no preset nam
 are processes. The other tests of this folder check the tokens of these, not their times.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

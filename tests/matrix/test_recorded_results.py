@@ -1,7 +1,5 @@
 """Result files, the counts of ``make demo`` and a reproduction per paper are as recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 The suite runs a quarter of the runs, another one for each preset; the rest is exhaustive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,8 +4,6 @@ Everything of a captured pass but the capture: arenas, padded rows and masks, sp
 replay per request. So what a GPU adds is the recording of the same launches.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -16,8 +16,6 @@ At step s > 0 a position embeds the token s places later; the last s rows have n
 this library is imported.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

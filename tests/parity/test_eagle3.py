@@ -1,7 +1,5 @@
 """EAGLE-3 logits equal those of speculators, recorded by ``record_eagle3.py`` beside this file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

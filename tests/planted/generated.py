@@ -12,8 +12,6 @@ Libraries, code and tests are imported once; a mutant is a forked process in whi
 changed function is exchanged.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -22,8 +22,6 @@ found are not run again, the others are, since the checks may have changed. Exit
 mutant was found but those with ``no_effect`` or ``missed``, 1 if not, 2 if FILE cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The shipped mutants and their results, and one of them through the command."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

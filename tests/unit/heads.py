@@ -3,8 +3,6 @@
 Shape letters: T tokens, E hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

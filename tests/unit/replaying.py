@@ -1,7 +1,5 @@
 """Real runs of tiny random models, their records, and replays of them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Random schedules of many requests: who arrives when, what shares a step, who is cancelled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Answers are sampled along the target's path only, where no part reads the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """``specdec.generate`` and ``specdec.stream``."""
 
-from __future__ import annotations
-
 import pytest
 
 import specdec

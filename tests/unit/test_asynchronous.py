@@ -5,8 +5,6 @@ has constant times, so the simulated time per token must be the law's, up to cha
 texts. The bound is 5 %; at the ends, prompts and last rounds, up to 2 % of it is spent.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

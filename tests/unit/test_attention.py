@@ -1,7 +1,5 @@
 """The attention function: its two implementations, packed requests, and where it is called."""
 
-from __future__ import annotations
-
 import torch
 
 from specdec.attention.backends import masked_lse

@@ -3,8 +3,6 @@
 Passes of the fake source take 3 ms; the fake target is due when the tests say so.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """transformers' baselines: our tokens, rules and counts, and nothing left on the models."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What benchmarks compute from the times that they have measured."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

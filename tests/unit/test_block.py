@@ -1,7 +1,5 @@
 """Block drafters: parity with transformers, files, proposals, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

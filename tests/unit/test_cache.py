@@ -1,7 +1,5 @@
 """What ``TreeCache`` does at a commit; that it equals fresh forwards: test_random_forests.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

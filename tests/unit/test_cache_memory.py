@@ -1,7 +1,5 @@
 """The target's caches reserve prompt, output and tree, and do not grow in a run."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """Run folders, resumption and sweeps of the command line, with a fake engine behind it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

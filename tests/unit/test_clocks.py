@@ -1,7 +1,5 @@
 """Clocks: paced time on a clock that the tests turn by hand, reports, overruns, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import numpy as np

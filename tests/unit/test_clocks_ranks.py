@@ -1,7 +1,5 @@
 """Paced time over real processes against simulated time in one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

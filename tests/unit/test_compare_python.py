@@ -1,7 +1,5 @@
 """``specdec.compare`` and ``specdec.verify``, and batches of a ``Decoder``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

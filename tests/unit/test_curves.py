@@ -1,7 +1,5 @@
 """What figures over batch sizes rest on: times of steps by rows, percentiles over requests."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

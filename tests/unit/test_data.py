@@ -1,7 +1,5 @@
 """Prompts: real ones on every machine, stable ids, and errors that say what to do."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json

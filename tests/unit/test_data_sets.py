@@ -1,7 +1,5 @@
 """The papers' benchmarks: each loader against its local file, read here by other means."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

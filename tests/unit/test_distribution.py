@@ -4,8 +4,6 @@ Target and draft are tables of logits given the last token, so the law is known.
 a check: 1e-6, for a seed drawn anew. Each planted fault occurred in other projects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measurements that other work on the machine disturbs: by which rule, and from what is read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

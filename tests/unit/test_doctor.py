@@ -1,7 +1,5 @@
 """`specdec doctor` finds how a head was trained, whatever its folder says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

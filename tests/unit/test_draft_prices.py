@@ -1,7 +1,5 @@
 """A law's hits take the time of its own draft, and profiles say where their figures are from."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

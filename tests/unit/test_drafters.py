@@ -1,7 +1,5 @@
 """The experiments on drafters at a small size: what they write, their intervals, their pages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

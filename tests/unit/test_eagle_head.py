@@ -1,7 +1,5 @@
 """EAGLE heads: incremental passes over caches equal passes over whole sequences; files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

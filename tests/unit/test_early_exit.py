@@ -3,8 +3,6 @@
 Letters: N layers of the target, E layers before the exit, S layers of a stage.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from math import ceil

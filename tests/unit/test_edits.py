@@ -1,7 +1,5 @@
 """``data=edits`` and targets that write given texts (``model=transcript``)."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

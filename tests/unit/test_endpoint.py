@@ -4,8 +4,6 @@ The server is a small one of our own; what it decodes is a fixed sequence of the
 tokens, cut into chunks as servers cut them.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

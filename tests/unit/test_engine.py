@@ -1,7 +1,5 @@
 """What runs and comparisons do before anything is decoded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

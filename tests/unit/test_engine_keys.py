@@ -1,7 +1,5 @@
 """Acceptance under engines' keys: ``specdec fit`` reads what was counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """E-values against a law: their mean, what they find, and wide tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

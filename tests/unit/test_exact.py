@@ -1,7 +1,5 @@
 """``model.exact=true``: the bits of a row in every pass, the proofs, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """``model.exact=true``: tokens of plain decoding in 16 bits, and the check of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

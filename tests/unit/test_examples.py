@@ -1,7 +1,5 @@
 """The scripts of docs/examples run as a reader would run them, and print what they are about."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

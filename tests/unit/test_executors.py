@@ -1,7 +1,5 @@
 """Executors: latency, pruning in flight, and the cache invariant of every stage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ The reference is transformers' model with transformers' masks and plain attentio
 is fair: the remaining differences come from the order of sums.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Acceptance models: recovered from passes, exact predictions, and the readers of logs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

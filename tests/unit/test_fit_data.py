@@ -1,7 +1,5 @@
 """Models fitted to the published acceptance logs under SPECDEC_DATA predict other lengths."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

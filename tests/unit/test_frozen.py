@@ -1,7 +1,5 @@
 """Passes through a frozen model's parts equal transformers' own forward, for every family."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files as models: the same function as transformers' own reader, in every place."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import zipfile

@@ -1,7 +1,5 @@
 """``model=transcript`` with a draft model: trees as beside the target that wrote the text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The measuring script of the GPU path: it runs from end to end without a GPU, and says so."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

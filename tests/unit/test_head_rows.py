@@ -1,7 +1,5 @@
 """Rows of a trained EAGLE head in the papers' figures, beside the traced ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hidden states that executors hand out, against fresh forwards of transformers' own model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from heads import LAYERS, VOCAB, Pair, cases, levels, states, steps

@@ -3,8 +3,6 @@
 What the command line answers to bad input is recorded in tests/matrix/recorded_commands.json.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 The pages are parsed: hostile texts add no element and no attribute.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Hydra's flags and overrides work, or are refused with what to do instead."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A program imports the modules of what it uses; a subprocess each, so that nothing is loaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,8 +3,6 @@
 And results of a batch are there as each request ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from time import perf_counter, sleep
 

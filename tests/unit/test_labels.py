@@ -1,7 +1,5 @@
 """Results say what they are of: models, backends, sampling, limits, untrained heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ways to start and to stop that need a word: torchrun, ports, one stage, Ctrl-C in training."""
 
-from __future__ import annotations
-
 import socket
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """wandb, offline: what a run's folder holds is logged, and nothing asks for a network."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

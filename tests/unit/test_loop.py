@@ -1,7 +1,5 @@
 """The edges of a request's life; many requests at once are in test_serving.py."""
 
-from __future__ import annotations
-
 import pytest
 
 import specdec.state as state_module

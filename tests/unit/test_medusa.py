@@ -1,7 +1,5 @@
 """Medusa heads (arXiv 2401.10774, 2.1): what they read, what they propose, what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics: definitions on hand-computed counts, invariants, parity that cannot be fooled."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A third model between draft and target: what its passes cost, and where it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdec.certify.cases import GREEDY, TEMPERATURES_AND_FILTERS, parity_cases

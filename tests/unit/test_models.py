@@ -1,7 +1,5 @@
 """Inspecting, loading and slicing models, and the error messages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """MTP heads inside a target: equal to transformers' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

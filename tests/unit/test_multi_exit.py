@@ -1,7 +1,5 @@
 """Several exits, one chosen per token: the choice and what it costs (PPSD B.3)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Per-node values follow the commits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ Both compute in float32; a wrong mask, position or weight changes logits by more
 planted faults), rounding by less than 1e-4.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -4,8 +4,6 @@ Both compute in float32; a wrong state, position, mask or weight changes states 
 rounding by less than 1e-4.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Quantised passes in ONNX Runtime: packed weights, models of a pair, tokens and refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

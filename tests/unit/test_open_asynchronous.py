@@ -1,7 +1,5 @@
 """The comparison of asynchronous methods: its cases, settings, hits and generated sentences."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

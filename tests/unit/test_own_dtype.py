@@ -1,7 +1,5 @@
 """``model.dtype=auto``: the checkpoint's own type on a GPU, float32 elsewhere."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

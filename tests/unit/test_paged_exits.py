@@ -1,7 +1,5 @@
 """Early exits over paged caches: the layers and a transformer head keep their entries in blocks."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

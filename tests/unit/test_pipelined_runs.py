@@ -4,8 +4,6 @@ The synthetic pair has one class of positions and the profile constant times, so
 per token must be the law's, up to chance and the ends of texts. The bound is 5 %.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.open.time_laws import flowspec_time, pipeinfer_time

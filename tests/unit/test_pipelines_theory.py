@@ -1,7 +1,5 @@
 """The formulas of ``experiments.pipelines`` against the simulator and against hand counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """PipeSpec, a chain of models that run free: its law, plain decoding, and a planted fault."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """PipeSpec's published asynchronous runs, predicted from its synchronous traces and pass times."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from statistics import mean

@@ -1,7 +1,5 @@
 """One GPU per process, or a refusal that names layouts that fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

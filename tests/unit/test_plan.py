@@ -1,7 +1,5 @@
 """The parts of ``specdec plan``: machines, acceptance, intervals, trials, flags."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The constants of described machines against the published pass times (SPECDEC_DATA)."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

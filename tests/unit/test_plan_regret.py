@@ -1,7 +1,5 @@
 """The figures of ``experiments.plan.regret``: regret, error, shares."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

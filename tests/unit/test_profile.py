@@ -1,7 +1,5 @@
 """`specdec profile`: what is measured, and that its files are profiles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Keyed draws: the generator against published vectors, and draws against the oracle's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """``specdec record``: a record from texts equals the one that a run with the target writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Why draft tokens were rejected."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

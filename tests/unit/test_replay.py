@@ -1,7 +1,5 @@
 """``record=true`` and ``model=replay``: what is exact is tested exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from replaying import (

@@ -4,8 +4,6 @@ Nodes off the target's path draw another position's candidates, so a tree compet
 its places; that is the approximation. Bounds here are about it, not about the family's quality.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Recording and replaying from configuration to run folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Acceptance traces: chains of given lengths, and nothing else, are replayed from them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

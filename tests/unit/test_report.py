@@ -1,7 +1,5 @@
 """Result files survive crashes, tables are complete, provenance contains no secrets."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from pathlib import Path

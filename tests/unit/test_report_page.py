@@ -1,7 +1,5 @@
 """Pictures and the report page agree with the counts."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Stated values, verdicts and formula checks of ``specdec reproduce``."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

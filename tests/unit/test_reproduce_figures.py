@@ -1,7 +1,5 @@
 """Intervals, schedules and pictures of ``specdec reproduce``, on made-up results."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

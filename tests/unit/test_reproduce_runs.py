@@ -1,7 +1,5 @@
 """How ``specdec reproduce`` runs items: bands, repeats, sets, processes, earlier results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

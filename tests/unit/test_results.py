@@ -1,7 +1,5 @@
 """Reading run folders returns what was written, as objects and data frames."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The stand-in answers as a runtime would: tokens, times and totals. No runtime is installed here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

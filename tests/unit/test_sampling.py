@@ -1,7 +1,5 @@
 """The sampling transform against the oracle (``specdec.certify.oracle``), host and device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

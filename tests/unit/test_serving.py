@@ -1,7 +1,5 @@
 """Many requests at once: tokens, turns, blocks, arrivals, and results as each request ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

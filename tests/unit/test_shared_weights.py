@@ -1,7 +1,5 @@
 """Strategies of one process share the weights of layers that they have in common."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Spec-Bench: all turns, answers in its format, and its formula on them gives our figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean

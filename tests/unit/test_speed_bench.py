@@ -1,7 +1,5 @@
 """SPEED-Bench as data: its rows, categories and placeholders, and acceptance by category."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

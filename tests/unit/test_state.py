@@ -1,7 +1,5 @@
 """``DecodeState.commit``: the one place that emits tokens, cuts them and moves roots."""
 
-from __future__ import annotations
-
 from copy import copy
 
 import numpy as np

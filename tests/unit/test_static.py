@@ -1,7 +1,5 @@
 """Static buffers: reuse of arenas, growth, families, slices, error messages."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

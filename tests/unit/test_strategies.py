@@ -1,7 +1,5 @@
 """``specdec.build``: the YAML preset with arguments in place of its values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One style per strategy: the same in every figure, distinct within one, for every reader."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdec.config.options import options

@@ -1,7 +1,5 @@
 """Distributions on their support: conversion, messages between ranks, and verdicts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """SwiftSpec's schedule, the times of its groups, and the search for the best split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The shares of a model together equal the model, at any degree; padding is zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

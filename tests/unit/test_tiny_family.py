@@ -1,7 +1,5 @@
 """The recipes of the bundled family (experiments/tiny_family), and bounds on what ships."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which text is trained on, and what is kept out of it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

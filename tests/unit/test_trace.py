@@ -1,7 +1,5 @@
 """Traces: the record equals the loop's steps; files and pictures agree with the record."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``specdec trace``: runs that cannot be shown."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

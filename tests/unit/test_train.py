@@ -1,7 +1,5 @@
 """`specdec train`: drafters learn, resume, are read back, and accept what was measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``custom_generate`` of transformers: its tokens, rules and outputs, by strategies of ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks exchange over process groups: messages, replies and rows."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

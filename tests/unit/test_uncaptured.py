@@ -1,7 +1,5 @@
 """Faster passes that were asked for and cannot be had are named, with the reason."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdec.config.hydra import compose_config

@@ -1,7 +1,5 @@
 """Verifiers on hand-made trees: the walk, its counts, and the rules against slow references."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 One-line faults are in tests/planted/mutants.yaml.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

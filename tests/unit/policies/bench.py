@@ -1,7 +1,5 @@
 """Brute force over the table model of ``specdec.testing.contracts``, and events of a target."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choice among arms: on a simulated clock, where every round has a known price."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

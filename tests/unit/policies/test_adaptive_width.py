@@ -1,7 +1,5 @@
 """The shared width follows the price of a step and the number of requests, never the tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

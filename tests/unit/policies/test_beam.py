@@ -1,7 +1,5 @@
 """``BestOfBeam`` against EAGLE-2's two phases, written down from the table without trees."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdec.policies import BestOfBeam

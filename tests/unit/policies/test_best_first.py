@@ -1,7 +1,5 @@
 """Best-first trees: Algorithm 1 by brute force, in both forms, and where they stop."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

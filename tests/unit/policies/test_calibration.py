@@ -1,7 +1,5 @@
 """RankCalibration against drafts with known errors."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from specdec.types import Commit, CommitKind, FloatArray

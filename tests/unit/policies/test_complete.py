@@ -1,7 +1,5 @@
 """Complete best-first trees (``d="complete"``, DDTree) against a heap over the infinite tree."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What every policy owes the loop (``specdec.testing.check_policy``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Trees sized by cost: on a simulated clock, where every row and every draft pass has a price."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SpecInfer's next tree drafted while the one before is verified: same trees, other times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

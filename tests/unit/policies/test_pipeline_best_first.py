@@ -1,7 +1,5 @@
 """Best-first feeding of a pipeline: what a step is fed, against brute force from the table."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.reproduce.lab import Lab

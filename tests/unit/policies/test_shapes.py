@@ -1,7 +1,5 @@
 """The trees themselves, level by level, against brute force from the table."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

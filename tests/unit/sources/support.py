@@ -1,7 +1,5 @@
 """A tiny draft model and requests."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from transformers import PreTrainedModel

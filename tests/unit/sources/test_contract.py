@@ -1,7 +1,5 @@
 """What every source owes the loop, whatever it proposes from (``specdec.testing.check_source``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

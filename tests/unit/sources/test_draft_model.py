@@ -1,7 +1,5 @@
 """The draft model source against fresh forwards, and its accounting."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """``EagleSource``: its proposals, its cache and what late features do to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal

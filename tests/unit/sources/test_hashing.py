@@ -1,7 +1,5 @@
 """Hashes of integers are keyed, and look random."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from specdec.sources.hashing import hash_u64, hash_uniform

@@ -1,7 +1,5 @@
 """The n-gram model against a plain reading of Katz 1987."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompt lookup against a search by hand; its automaton is in test_suffix.py."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from specdec.sources import PromptLookupSource

@@ -1,7 +1,5 @@
 """Mixtures: merged probabilities, origins, exact distributions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

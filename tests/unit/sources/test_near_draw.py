@@ -1,7 +1,5 @@
 """Candidates near the target's draw: their scores, and that the output stays the target's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -5,8 +5,6 @@ library's source, policy, verifier and keyed draws; false-alarm rate of a check:
 that an outsider planted in draws on ONNX Runtime were once missed by ``specdec verify``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A staged source builds the draft's own trees, in fewer passes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

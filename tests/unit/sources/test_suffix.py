@@ -1,7 +1,5 @@
 """Suffix decoding: one automaton of many texts, a bounded cache, and where proposals come from."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

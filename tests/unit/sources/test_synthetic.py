@@ -1,7 +1,5 @@
 """The synthetic pair: its hit rates are what it says, and no strategy can change them."""
 
-from __future__ import annotations
-
 from importlib import resources
 
 import numpy as np

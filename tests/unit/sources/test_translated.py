@@ -1,7 +1,5 @@
 """``TranslatedSource``: a draft with another tokenizer, its proposals and what keeps them exact."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
