@@ -62,12 +62,21 @@ class LateOracle(NullSource):
 
 
 def seconds(
-    policy, law, *, num_requests=2, batch=1, mixed=True, prompt=4, oracle_from=None
+    policy,
+    law,
+    *,
+    num_requests=2,
+    batch=1,
+    mixed=True,
+    profile=DEAR,
+    kind=SyntheticSource,
+    prompt=4,
+    oracle_from=None,
 ) -> tuple[float, list[list[int]]]:
     """Simulated seconds of the requests, and their outputs."""
     hidden = SyntheticPair(vocab_size=512, **law)
-    bench = Workbench(RecordedPair(hidden), clock=SimulatedClock(DEAR))
-    draft = SyntheticSource(pair=hidden)
+    bench = Workbench(RecordedPair(hidden), clock=SimulatedClock(profile))
+    draft = kind(pair=hidden)
     first = NullSource() if oracle_from is None else LateOracle(hidden, oracle_from)
     source = MixtureSource(sources=[first, draft]) if mixed else draft
     parts = bench.parts(source=source, policy=policy, verifier=MatchVerifier())
