@@ -17,7 +17,7 @@ FENCE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOT
 SCRIPTS = {
     "own_policy.py": r"careful +48 tokens, \d+ target passes, \d+ draft passes\n.*greedy_parity",
     "own_source.py": r"1\.00 tokens per target pass with strategy=ar\n.*source=echo.*tree_inv",
-    "compared.py": r"ar +reference.*\{'ar': 1\.0.*\[24, 24, 24\].*greedy_parity +passed",
+    "compared.py": r"ar( \*)? +reference.*\{'ar': 1\.0.*\[24, 24, 24\].*greedy_parity +passed",
     "sweep.py": r"gamma  tokens per pass.*\n +1 .*\n +2 .*\n +4 ",
     "watch.py": r"\[.*\].*-- 96 tokens in \d\d passes of the target, \d+ of them drafted",
     "read_trace.py": r"\d+ hits, \d+ misses\n.*rank 8: stage 8 +busy",
