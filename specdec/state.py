@@ -197,15 +197,21 @@ class DecodeState:
             scheduler sets it.
         first_alone: when a request's first answer arrives, drop the tree below the last prompt
             token, so that the first emitted token passes through the stages alone.
-        label: what an error calls the parts.
+        label: the strategy's parts, for errors (source=... policy=...).
         warm_up: whether this is the warm-up run, which is excluded from all metrics.
     """
 
     def __init__(
-        self, *, draws: KeyedDraws, clock: Clock, meter: Meter, first_alone: bool = False
+        self,
+        *,
+        draws: KeyedDraws,
+        clock: Clock,
+        meter: Meter,
+        first_alone: bool = False,
+        label: str = "this strategy",
     ) -> None:
         self.first_alone = first_alone
-        self.label = "this strategy"
+        self.label = label
         self.requests: dict[int, RequestState] = {}
         self.turn: frozenset[int] | None = None
         self.load = Load()

@@ -155,10 +155,13 @@ class Parts:
     label: str = "this strategy"  # for errors
 
     def new_state(self) -> DecodeState:
-        alone = self.serving.first_alone
-        state = DecodeState(draws=self.draws, clock=self.clock, meter=self.meter, first_alone=alone)
-        state.label = self.label
-        return state
+        return DecodeState(
+            draws=self.draws,
+            clock=self.clock,
+            meter=self.meter,
+            first_alone=self.serving.first_alone,
+            label=self.label,
+        )
 
     def decode(
         self,

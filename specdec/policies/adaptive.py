@@ -55,17 +55,14 @@ class _Record:
         gains, costs: per arm, mean tokens and mean seconds per round.
         since: per arm, number of the request's rounds since the arm was last used.
         read: per arm, number of the request's tokens when the arm was last used.
-        num_tokens: tokens of the request before the coming round, with the prompt.
-        left: tokens that it may still emit.
         repeat: whether the next round must have the same arm, as the second round of a trial.
     """
 
+    request: RequestState
     gains: list[FadingMean]
     costs: list[FadingMean]
     since: list[int]
     read: list[int]
-    num_tokens: int = 0
-    left: int = 1
     open_round: _Round | None = None
     last: int = _PLAIN
     repeat: bool = False
@@ -127,7 +124,7 @@ class Adaptive(TreePolicy):
     def open(self, request: RequestState) -> None:
         num = len(self.rounds)
         gains, costs = ([FadingMean(_FADE) for _ in range(num)] for _ in range(2))
-        self._records[request.id] = _Record(gains, costs, [0] * num, [0] * num)
+        self._records[request.id] = _Record(request, gains, costs, [0] * num, [0] * num)
         for arm in self._arms:
             arm.policy.open(request)
 
@@ -136,14 +133,13 @@ class Adaptive(TreePolicy):
         now = state.clock.now()
         for request in ready_requests(state, serial=True):
             record = self._records[request.id]
-            self._end(record, len(request.tokens), now)
-            record.num_tokens = len(request.tokens)
-            record.left = max(1, request.stop.max_new_tokens - len(request.output))
+            num_tokens = len(request.tokens)
+            self._end(record, num_tokens, now)
             best = self._best(record)
             arm = self._choose(record, best)
-            missed = None if arm == record.last else record.num_tokens - record.read[arm]
-            record.open_round = _Round(arm, best, now, record.num_tokens, missed)
-            record.last, record.read[arm] = arm, record.num_tokens
+            missed = None if arm == record.last else num_tokens - record.read[arm]
+            record.open_round = _Round(arm, best, now, num_tokens, missed)
+            record.last, record.read[arm] = arm, num_tokens
             self.rounds[arm] += 1
             chosen.setdefault(arm, []).append(request)
         plain = chosen.pop(_PLAIN, [])
@@ -218,13 +214,14 @@ class Adaptive(TreePolicy):
 
     def _time(self, record: _Record, arm: int) -> float:
         """Returns the seconds in which the arm would emit all tokens that are left."""
-        rate = self._rate(record, arm)
-        return record.left / rate + self._catch_up(record, arm) if rate else np.inf
+        rate, request = self._rate(record, arm), record.request
+        left = max(1, request.stop.max_new_tokens - len(request.output))
+        return left / rate + self._catch_up(record, arm) if rate else np.inf
 
     def _catch_up(self, record: _Record, arm: int) -> float:
         if arm == record.last or not self._firsts[arm].sums[0]:
             return 0.0
-        first = self._firsts[arm].at(record.num_tokens - record.read[arm])
+        first = self._firsts[arm].at(len(record.request.tokens) - record.read[arm])
         return max(0.0, first - self._costs[arm].value)
 
     def _rate(self, record: _Record, arm: int) -> float:

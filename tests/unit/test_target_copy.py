@@ -1,4 +1,4 @@
-"""Copies of the target: what one in another process is told and when, and which answers first."""
+"""Copies of the target: what each receives, when, and in which order copies answer."""
 
 from collections.abc import Sequence
 from typing import Any
