@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec.errors import UserError
 from specdec.models.config_values import config_value
@@ -45,28 +46,25 @@ def random_model(
         "max_position_embeddings": max_positions,
     }
     entries = _config_entries(family, sizes) | (options or {})
-    try:
-        config = AutoConfig.for_model(family, **entries)
-        text = config.get_text_config()
-        if any(config_value(text, k) != sizes[k] for k in ("num_hidden_layers", "hidden_size")):
-            raise UserError(
-                f"model.family={family} would ignore model.num_layers and model.hidden_size: name"
-                f" its language model, model.family={text.model_type}"
-            )
-        with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=kind,
-                attn_implementation=reference_attention(config),
-                experts_implementation="eager",  # others have no float64
-            )
-    except UserError:
-        raise
-    except ValueError as error:
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"model.family={family} is no causal language model of transformers: choose one of"
             f" {', '.join(sorted(CERTIFIED))}"
-        ) from error
+        )
+    config = AutoConfig.for_model(family, **entries)
+    text = config.get_text_config()
+    if any(config_value(text, key) != sizes[key] for key in ("num_hidden_layers", "hidden_size")):
+        raise UserError(
+            f"model.family={family} would ignore model.num_layers and model.hidden_size: name its"
+            f" language model, model.family={text.model_type}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=kind,
+            attn_implementation=reference_attention(config),
+            experts_implementation="eager",  # others have no float64
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
