@@ -82,8 +82,9 @@ def new_session(graph: Graph) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
-    # Waiting threads would take a core from the other processes and threads of a run.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Threads wait actively from one operator to the next only: longer, they would take a core from
+    # the other processes and threads of a run (experiments/log/2026-12-01-short-spins.md).
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "20")
     options.log_severity_level = 3
     values = [_value(array) for array in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
