@@ -51,6 +51,8 @@ _ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 _LAW_REQUESTS = 30  # of each sampling; half as many of large models, or over processes
 _SMALL_BYTES = 1 << 27  # of weights
 _LAW_BATCH = 6
+_BITS = {"int8": 8, "int4": 4}  # of a target's weights, by ``model.quantization``
+_UNNORMALISED = 1e-3  # by which float32 probabilities of a draft may miss a sum of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,10 @@ class _Configured:
 
     @property
     def bits(self) -> int | None:
-        """Bits of a weight of a quantised target; None: not quantised."""
-        return self.pair.options.bits_of("target")
+        """Bits of a weight of a quantised target; None: not quantised. Not what the pair says: it
+        may have rounded another model than the configured one.
+        """
+        return _BITS.get(self.cfg["model"].get("quantization"))
 
     @property
     def label(self) -> str:
@@ -227,12 +231,12 @@ def configured_law(subject: Subject) -> Outcome:
     groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
     with subject.built(given.cfg, given.pair) as parts:
-        drafts = _draft_laws(parts)
+        drafts, wrong = _draft_laws(parts)
         outputs = given.decode(parts, cases[::2]) | given.decode(parts, cases[1::2], _LAW_BATCH)
     _, errors = given.passes(cases[2].prompt)
     error, rounding = 2.0 * float(errors.max()), float((errors**2).mean())
     found = Evidence(num_tests=NUM_PLACE_TESTS * (1 + len(groups)))
-    faults, together, slack = list[str](), list[FloatArray](), 0.0
+    faults, together, slack = [*wrong], list[FloatArray](), 0.0
     rng = np.random.default_rng(subject.seed)
     for name, group in groups.items():
         series = []
@@ -274,21 +278,26 @@ def _places(
     return np.array(found).reshape(len(found), len(ORDERS))
 
 
-def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
-    """Returns a dict that decoding fills: prefix -> the draft's probabilities, float32[V]."""
-    found = dict[tuple[int, ...], FloatArray]()
+def _draft_laws(parts: Parts) -> tuple[dict[tuple[int, ...], FloatArray], set[str]]:
+    """Returns a dict and a set that decoding fills: prefix -> the draft's probabilities,
+    float32[V], and a sentence if probabilities of a draft do not add up to 1.
+    """
+    found, wrong = dict[tuple[int, ...], FloatArray](), set[str]()
 
     def record(verdicts: list[Verdict], _: DecodeState, requests: Sequence[RequestState]) -> None:
         for request, verdict in zip(requests, verdicts, strict=True):
             tree = request.tree
-            for node_id in (tree.root_id, *verdict.accepted_ids.tolist()):
-                if (probs := tree.draft_probs.get(node_id)) is not None:
-                    (slot,) = tree.slots(np.array([node_id])).tolist()
-                    path = tuple(request.path_tokens(slot).tolist())
-                    found[path] = on_host(probs).astype(np.float32)
+            drafted = {node: on_host(probs) for node, probs in tree.draft_probs.items()}
+            totals = [float(np.asarray(probs).sum()) for probs in drafted.values()]
+            if not wrong and (off := [t for t in totals if not abs(t - 1.0) < _UNNORMALISED]):
+                wrong.add(f"a draft's probabilities add up to {off[0]:.3g}")
+            for node in {tree.root_id, *verdict.accepted_ids.tolist()} & drafted.keys():
+                (slot,) = tree.slots(np.array([node])).tolist()
+                path = tuple(request.path_tokens(slot).tolist())
+                found[path] = np.asarray(drafted[node]).astype(np.float32)
 
     observe(parts.verifier, "verify", after=record)
-    return found
+    return found, wrong
 
 
 def exact_dtype(subject: Subject) -> Outcome:

@@ -550,7 +550,8 @@ def _along_paths(
     while level:
         rows = np.array(level)
         known = None if histories is None else [histories[row] for row in level]
-        part = logits[torch.from_numpy(rows)]
+        # Of one request a view of the row, not a copy.
+        part = logits[level[0], None] if len(level) == 1 else logits[torch.from_numpy(rows)]
         found = transform.sample(part, uniforms[rows] if len(uniforms) else uniforms, known)
         tokens[rows] = found
         level = [

@@ -267,8 +267,7 @@ class SamplingTransform:
         k = min(k, logits.shape[1])
         if not len(logits):
             return np.zeros((0, k), np.int64), np.zeros((0, k))
-        logits, temperature = self._processed(logits, histories), self.params.temperature or 1.0
-        scores = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=1)
+        scores = _log_softmax(self._processed(logits, histories), self.params.temperature or 1.0)
         ids, values = _largest(scores, k)
         order = (-values).argsort(axis=1, kind="stable")[:, :k]
         logprobs = np.take_along_axis(values, order, axis=1)
@@ -393,6 +392,17 @@ def argmax(values: npt.NDArray[np.floating]) -> IntArray:
     return best
 
 
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    if on_accelerator(logits):
+        return torch.log_softmax(logits / temperature, dim=1)
+    # In numpy, since torch would wake its threads up, which then compete with those of a session.
+    with np.errstate(invalid="ignore"):  # ``_largest`` refuses rows with NaN or infinity
+        scores = logits.numpy() / temperature
+        scores -= scores.max(axis=1, keepdims=True)
+        scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    return torch.from_numpy(scores)
+
+
 def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]]:
     """Selects all entries of each row that are at least its k-th largest, and maybe others.
 
@@ -409,12 +419,13 @@ def _largest(values: Tensor, k: int) -> tuple[IntArray, npt.NDArray[np.floating]
             order = ids.argsort(axis=1)
             return np.take_along_axis(ids, order, 1), np.take_along_axis(chosen, order, 1)
         values = values.cpu()  # more entries may tie with the k-th
-    check_finite(values.amax(dim=1).tolist())
     rows, num_blocks = values.numpy(), vocab_size // _BLOCK
+    check_finite(rows.max(axis=1).tolist())
     searched = rows
     if num_blocks >= _MIN_BLOCKS * k:
-        # Each of k blocks contains an entry at least as large as the k-th largest of the maxima.
-        searched = values[:, : num_blocks * _BLOCK].unflatten(1, (-1, _BLOCK)).amax(dim=2).numpy()
+        # Each of k blocks contains an entry at least as large as the k-th largest of the maxima. A
+        # block has every num_blocks-th entry.
+        searched = rows[:, : num_blocks * _BLOCK].reshape(-1, _BLOCK, num_blocks).max(axis=1)
     bound = np.partition(searched, -k, axis=1)[:, -k, None]
     return _by_row(rows >= np.maximum(bound, np.finfo(rows.dtype).min), rows, k)
 
