@@ -10,13 +10,15 @@ each token's position in the target's CDF after its prefix.
 Shape letters: V vocabulary, T tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from specdec.certify.cases import GREEDY, Case, Decoded
@@ -37,7 +39,7 @@ from specdec.compose.workbench import Parts
 from specdec.device import on_host
 from specdec.errors import UserError
 from specdec.models.slicing import cache_argument
-from specdec.pairs import HuggingFacePair
+from specdec.pairs import HuggingFacePair, build_pair
 from specdec.runs.jobs import prepare, stop_rules
 from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams
@@ -49,9 +51,10 @@ _NUM_TOKENS, _LAW_TOKENS, _EXACT_TOKENS = 24, 10, 160  # of an output, at most
 _MAX_PROMPT, _LAW_PROMPT, _EXACT_PROMPT = 64, 330, 96  # tokens of the longest
 _ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
 _LAW_REQUESTS = 30  # of each sampling; half as many of large models, or over processes
-_SMALL_BYTES = 1 << 27  # of weights
+_SMALL_BYTES, _LOADED_BYTES = 1 << 27, 1 << 30  # of weights; of those that are loaded again
 _LAW_BATCH = 6
 _BITS = {"int8": 8, "int4": 4}  # of a target's weights, by ``model.quantization``
+_BLOCK = 32  # inputs that share a scale
 _UNNORMALISED = 1e-3  # by which float32 probabilities of a draft may miss a sum of 1
 
 
@@ -166,6 +169,9 @@ def numerics(subject: Subject) -> Outcome:
         equal, largest = equal + (not found), max(largest, float(errors.max()))
         for one in found:
             (ties if one.is_tie else faults).append(f"{case.label}, {one.text}")
+    is_rounded = given.cfg["model"].get("quantization", "none") != "none"
+    if is_rounded and given.pair.weight_bytes["target"] < _LOADED_BYTES:
+        faults += _misrounded(given)
     shown = joined_details(faults) or f"{equal} equal plain decoding, no ties"
     if ties and not faults:
         tokens = sum(len(decoded.output) for decoded in outputs.values())
@@ -173,6 +179,26 @@ def numerics(subject: Subject) -> Outcome:
         shown = f"{equal} equal plain decoding, {rate}: {joined_details(ties)}"
     measured = f"batched and single-token logits differ by up to {largest:.1e}"
     return not faults, f"{given.label}, {len(cases)} prompts: {shown}; {measured}"
+
+
+def _misrounded(given: _Configured) -> Iterator[str]:
+    """Yields parameters of the target that are not as documented (docs/backends.md, quantised
+    passes): matrices are rounded by at most a step of their blocks, all else is as in the file.
+    """
+    loaded = build_pair({**given.cfg["model"], "quantization": "none"})
+    assert isinstance(loaded, HuggingFacePair)
+    originals = dict(loaded.target.named_parameters(remove_duplicate=False))
+    for name, module in given.pair.target.named_modules():
+        for kind, weight in module.named_parameters(name, recurse=False):
+            original, steps = originals[kind].detach().float(), torch.zeros(())
+            if given.bits and isinstance(module, nn.Linear) and kind.endswith(".weight"):
+                is_wide = kind.endswith(("lm_head.weight", "down_proj.weight"))
+                padded = pad(original, (0, -original.shape[1] % _BLOCK))
+                steps = padded.unflatten(1, (-1, _BLOCK)).abs().amax(-1)
+                steps = steps.repeat_interleave(_BLOCK, 1)[:, : original.shape[1]]
+                steps = 1.001 * steps / 2 ** ((8 if is_wide else given.bits) - 1)
+            if (off := (weight.detach().float() - original).abs() > steps).any():
+                yield f"{int(off.sum())} values of {kind} are not those of the file, rounded"
 
 
 @dataclass(frozen=True)
