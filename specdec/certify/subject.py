@@ -17,6 +17,7 @@ from specdec.certify.cases import VOCAB_SIZE, Case, Decoded
 from specdec.certify.oracle import Oracle
 from specdec.compose.workbench import Parts, compose
 from specdec.config.job import nodes_of
+from specdec.config.profiles import load_profile
 from specdec.distributed.group import RankGroup
 from specdec.errors import UserError
 from specdec.models.bundled import family_path
@@ -43,6 +44,7 @@ _NO_FLOAT64 = ("triton", "flash")  # attention backends that only ``numerics`` c
 _EXITS = (".EarlyExitSource", ".MultiExitSource")
 # Ranks that hang are named soon; a cache of suffixes is built again after a few requests.
 _AT_MOST = {"timeout_s": 30.0, "max_tokens": 90}
+_SLOW_TARGET = "uniform_30ms"  # latency profile
 _MIN_STEPS = 64  # part of the limit on steps that does not depend on the number of tokens
 
 
@@ -144,6 +146,11 @@ class Subject:
         if pair is None:
             pair = build_pair(changes["model"]) if "model" in changes else self.pair(kind)
         cfg = {**self.small, "model": self.model(kind), **changes}
+        in_turns = "replicas" in cfg["executor"] and not _on_ranks(cfg["executor"])
+        if in_turns and kind in ("perfect", "long") and cfg["clock"]["kind"] == "measured":
+            # Copies of a small target are so fast that they would leave no time for drafts.
+            cfg["clock"] = {"kind": "simulated", "scale": 1.0, "profile": _SLOW_TARGET}
+            cfg["clock"] |= load_profile(_SLOW_TARGET)
         with self.built(cfg, pair, UserError) as parts:
             yield parts
 

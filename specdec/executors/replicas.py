@@ -230,7 +230,7 @@ class ReplicasExecutor(Executor):
 
     def _live(self, rows: TreeRows) -> TreeRows | None:
         request = self._requests.get(rows.request)
-        if request is None:
+        if request is None or request.finished:  # a finished one is closed in the next step
             return None
         slots = request.tree.slots(rows.node_ids)
         slots = slots[slots != NO_NODE]
