@@ -322,11 +322,9 @@ class TargetCopy:
         for commit in commits:
             if (cached_len := self._cached_len.get(commit.request)) is None:
                 continue
-            position = commit.prefix_len - len(commit.retired_ids)
-            for node_id in commit.retired_ids.tolist():
-                cached_len += node_id in self._nodes[commit.request] and cached_len == position
-                position += 1
-            self._cached_len[commit.request] = cached_len
+            # A node is in the caches only with its whole path.
+            num_cached = sum(i in self._nodes[commit.request] for i in commit.retired_ids.tolist())
+            self._cached_len[commit.request] = cached_len + num_cached
         self._nodes.commit(commits)
         if self._rank is None:
             self._deferred += commits
