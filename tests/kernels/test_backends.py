@@ -13,7 +13,7 @@ from specdec.attention.backends import (
     auto_attention,
     flash_attention,
 )
-from specdec.attention.tree_attention import RequestPart, Visibility
+from specdec.attention.tree_attention import Visibility
 from specdec.clocks.meter import Meter
 from specdec.errors import UserError
 from specdec.models.execution import Execution
@@ -125,17 +125,6 @@ def test_flash_attention(first, causal, monkeypatch):
     )
     assert (found - expected).abs().max() < 1e-5
     assert calls == [end if causal else first]
-
-
-def test_the_rows_of_a_prompt_are_causal_and_those_of_a_tree_are_not():
-    runner = ModelRunner(model=random_model("llama", num_layers=1), name="target", meter=Meter())
-    cache = runner.new_cache(8)
-    prompt = cache.rows(prefix_tokens=np.arange(3, 9))
-    assert RequestPart(prompt).seen.causal
-    runner.forward([prompt])
-    ids, roots = np.arange(2), np.full(2, -1)
-    siblings = TreeRows.within(prefix_len=6, node_ids=ids, tokens=ids, parent_ids=roots)
-    assert not RequestPart(cache.rows(tree=siblings)).seen.causal
 
 
 def test_automatic_attention_splits_the_context_where_it_can(monkeypatch):

@@ -6,11 +6,12 @@ the draft; derandomised, so that a run on one machine is a run on every other.
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from specdec.attention.tree_attention import TreeCache
@@ -23,6 +24,7 @@ from specdec.models.slicing import cache_argument
 from specdec.policies import BestFirst, Chain, FixedWidth, Static
 from specdec.sampling.keyed_draws import KeyedDraws, Purpose
 from specdec.sampling.transform import SamplingParams, SamplingTransform
+from specdec.serving import ServingRules
 from specdec.sources import RandomSource
 from specdec.state import RequestState, StopRules
 from specdec.types import NO_NODE, IntArray
@@ -31,6 +33,7 @@ from strategies.specpipe_bf import PipelineBestFirst
 from tests.matrix.cells import SEED, pair
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95)
+HISTORY = SamplingParams(temperature=0.9, no_repeat_ngram=1)
 TOLERANCE = 1e-9  # float64; only the order of summation differs from a fresh forward
 
 small = st.integers(1, 4)
@@ -62,6 +65,8 @@ class Setting:
         stages: of the pipeline; None for the local executor.
         quality: share of nodes where the draft's candidates hold the target's token.
         silence: share of nodes without candidates.
+        samplings: of the requests in turn.
+        paged: whether the caches of a stage share a pool of blocks.
     """
 
     stages: int | None
@@ -72,7 +77,8 @@ class Setting:
     quality: float
     silence: float
     draft_seed: int
-    sampling: SamplingParams
+    samplings: tuple[SamplingParams, ...]
+    paged: bool
 
 
 surroundings = st.builds(
@@ -87,14 +93,18 @@ surroundings = st.builds(
     quality=st.sampled_from([0.0, 0.4, 0.8, 1.0]),
     silence=st.sampled_from([0.0, 0.0, 0.3]),
     draft_seed=st.integers(0, 99),
-    sampling=st.sampled_from([GREEDY, SAMPLED]),
+    samplings=st.sampled_from([(GREEDY,), (SAMPLED,), (HISTORY, SAMPLED), (GREEDY, HISTORY)]),
+    paged=st.booleans(),
 )
 bounded = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # shrinking an example would take minutes
 )
 
 
-@pytest.mark.slow
 @settings(bounded, max_examples=20)
 @given(policies, surroundings)
 def test_random_forests(policy: TreePolicy, setting: Setting) -> None:
@@ -123,7 +133,7 @@ class SteeredSource(RandomSource):
     def _steer(self, request: RequestState, path: IntArray, tokens: IntArray) -> int:
         if not super()._steer(request, path, tokens):
             return 0
-        true = next_token(request.id, tuple(path), self.setting.sampling)
+        true = next_token(request.id, tuple(path), request.sampling)
         at = np.flatnonzero(tokens == true)
         if self._draw(1, request.id, path) < self.setting.quality:
             if not len(at):
@@ -144,11 +154,16 @@ def examine(policy: TreePolicy, setting: Setting) -> None:
     bench = Workbench(pair(), seed=SEED)
     source = SteeredSource(setting)
     parts = bench.parts(
-        source=source, policy=policy, verifier=MatchVerifier(), stages=setting.stages
+        source=source,
+        policy=policy,
+        verifier=MatchVerifier(),
+        stages=setting.stages,
+        serving=ServingRules(kv_tokens=512, block_tokens=4) if setting.paged else None,
     )
     stop = StopRules(max_new_tokens=setting.max_new_tokens)
+    rules = cycle(setting.samplings)
     requests = [
-        RequestState(request_id=i, prompt=np.array(prompt), stop=stop, sampling=setting.sampling)
+        RequestState(request_id=i, prompt=np.array(prompt), stop=stop, sampling=next(rules))
         for i, prompt in enumerate(setting.prompts)
     ]
     state = parts.new_state()
@@ -161,11 +176,16 @@ def examine(policy: TreePolicy, setting: Setting) -> None:
         ):
             for request in state.requests.values():
                 check_tree(request)
-                for stage in stages_of(parts.executor):
-                    check_cache(stage.cache(request.id), request, stage.runner)
+                for stage in (stages := stages_of(parts.executor)):
+                    cache = stage.cache(request.id)
+                    check_cache(cache, request, stage.runner)
+                    assert setting.paged or cache.capacity == request.max_cached, "it has grown"
+                first = stages[0].cache(request.id)
+                entries = first.cached_len + first.num_nodes
+                assert request.finished or entries == request.num_cached_tokens
     for request, prompt in zip(requests, setting.prompts, strict=True):
         assert tuple(request.output) == plain(
-            request.id, prompt, setting.max_new_tokens, setting.sampling
+            request.id, prompt, setting.max_new_tokens, request.sampling
         )
         counters = request.counters
         assert counters.hits + counters.misses == counters.answers
@@ -234,7 +254,8 @@ def next_token(request_id: int, tokens: tuple[int, ...] | IntArray, params: Samp
     """The target's own token after ``tokens``, by the definition of the keyed draws."""
     tokens = tuple(int(token) for token in tokens)
     draw = KeyedDraws(seed=SEED).uniform(request_id, np.array([len(tokens)]), Purpose.TARGET)
-    return int(SamplingTransform(params).sample(_forward(tokens)[0], draw)[0])
+    history = [np.array(tokens)]
+    return int(SamplingTransform(params).sample(_forward(tokens)[0], draw, history)[0])
 
 
 def plain(

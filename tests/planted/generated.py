@@ -233,7 +233,10 @@ def exchange(path: Path, index: int) -> None:
         if type(function) is types.FunctionType:
             code = function.__code__
             if code.co_filename == str(path) and key(code) in new:
-                function.__code__ = new[key(code)]
+                changed_code = new[key(code)]
+                if not changed_code.co_freevars:  # the mutant may have dropped its ``super()``
+                    changed_code = changed_code.replace(co_freevars=code.co_freevars)
+                function.__code__ = changed_code
 
 
 def run(mutant: dict[str, Any], code: Path, tests: Sequence[str]) -> str:

@@ -38,8 +38,6 @@ from tests.pretrained import pretrained
 from tests.shapes import saved_llama
 from tests.states import new_request
 
-pytestmark = pytest.mark.slow
-
 STAGE_S = 1.0
 PROFILE = toys.priced(stage=1000 * STAGE_S)
 SIZES = {"hidden_size": 16, "num_heads": 2, "vocab_size": 24, "max_positions": 64, "seed": 3}
@@ -113,11 +111,15 @@ class TestSchedule:
         assert parts.clock.busy_s[1] <= times[-1]  # passes that never ran are not counted
 
     def test_a_round_of_eesd_costs_gamma_e_plus_n(self) -> None:
-        """The denominator of Eq. 4, in stages of E layers."""
-        gamma, stages = 3, 4
-        _, times = simulated(pair(num_layers=8, exit_layer=2), partial(build, "eesd"), gamma=gamma)
+        """The denominator of Eq. 4, in stages of E layers, with heads that have a cost."""
+        gamma, head_s, whole_s = 3, 0.25, 4 * STAGE_S + 0.5
+        profile, models = toys.priced(stage=1e3, exit=250, head=500), pair(8, exit_layer=2)
+        parts, times = simulated(models, partial(build, "eesd"), profile, gamma=gamma)
         rounds = np.diff(np.unique(times))[:-2]  # drafts are cut short at the end of the request
-        assert set(rounds.tolist()) == {(gamma + stages) * STAGE_S}
+        draft_s = STAGE_S + head_s
+        assert set(rounds.tolist()) == {gamma * draft_s + whole_s}
+        drafts, verified = parts.source.counters, parts.executor.counters.passes
+        assert drafts.passes == drafts.rows == (times[-1] - verified * whole_s) / draft_s
 
 
 class TestHeads:

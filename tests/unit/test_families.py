@@ -23,8 +23,6 @@ from specdec.models.runner import NO_ROWS, check_family
 from specdec.types import NO_NODE, TreeRows
 from tests.shapes import runner_of, stages_of
 
-pytestmark = pytest.mark.slow
-
 TOLERANCE = 1e-12
 PREFIX, NODES = 12, 12
 WINDOW = 5

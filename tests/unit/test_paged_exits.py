@@ -1,12 +1,12 @@
 """Early exits over paged caches: the layers and a transformer head keep their entries in blocks."""
 
 from functools import cache, partial
-from typing import Any
 
-import numpy as np
 import pytest
 
 from specdec.attention.tree_attention import BlockPool
+from specdec.certify.cases import parity_cases
+from specdec.certify.oracle import Oracle
 from specdec.compose.workbench import Parts, Workbench, planned
 from specdec.executors import EarlyExitExecutor, PipelineExecutor
 from specdec.pairs.random import build_random
@@ -14,11 +14,10 @@ from specdec.policies import Chain, FixedWidth
 from specdec.sampling.transform import SamplingParams
 from specdec.serving import ServingRules
 from specdec.sources import EarlyExitSource
+from specdec.testing import decode_cases
 from specdec.verifiers import MatchVerifier
-from tests.states import new_request
+from tests.reachable import reachable
 
-NEW_TOKENS = 6
-NUM_REQUESTS = 5
 RULES = ServingRules(kv_tokens=80, block_tokens=4)  # for two or three requests at a time
 
 
@@ -49,33 +48,16 @@ def _paged(how: str) -> Parts:
     )
 
 
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[BlockPool]:
-    """All that are made during the test."""
-    made: list[BlockPool] = []
-    create = BlockPool.__init__
-
-    def noted(self: BlockPool, **sizes: Any) -> None:
-        create(self, **sizes)
-        made.append(self)
-
-    monkeypatch.setattr(BlockPool, "__init__", noted)
-    return made
-
-
 @pytest.mark.parametrize(("how", "num_pools"), [("eesd", 3), ("ppsd", 4)])
-def test_every_cache_is_in_blocks_and_gives_them_back(
-    how: str, num_pools: int, pools: list[BlockPool]
-) -> None:
+def test_every_cache_is_in_blocks_and_gives_them_back(how: str, num_pools: int) -> None:
     """The layers before the exit, its head, and the rest: one stage of it, or two."""
-    parts = _paged(how)
-    requests = [
-        new_request(i, np.arange(1 + 2 * i), NEW_TOKENS, SamplingParams(temperature=0.8 * (i % 2)))
-        for i in range(NUM_REQUESTS)
-    ]
-    for _ in parts.decode(parts.new_state(), requests, batch_size=3):
-        pass
-    assert [len(request.output) for request in requests] == [NEW_TOKENS] * NUM_REQUESTS
+    parts, oracle = _paged(how), Oracle(_bench().pair.target, seed=5)
+    rules = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8)}
+    cases = parity_cases(rules, per_sampling=3, vocab_size=24, num_tokens=9)
+    found = decode_cases(parts, cases, batch_size=3, prefill_chunk=5)
+    expected = {case.id: oracle.decode(case).output for case in cases}
+    assert {i: one.output for i, one in found.items()} == expected
+    pools = [one for one in reachable(parts.executor) if isinstance(one, BlockPool)]
     assert len(pools) == num_pools
     for pool in pools:
         assert pool.num_used == 0

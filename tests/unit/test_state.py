@@ -238,7 +238,10 @@ def test_any_order_of_answers_emits_the_targets_own_tokens(whole):
                     Verdict(request=7, accepted_ids=none, next_token=int(r.tree.answers[0]))
                     for r in requests
                 ]
-            kinds |= {commit.kind for commit in state.commit(verdicts)}
+            num_nodes = len(tree)
+            for commit in state.commit(verdicts):
+                kinds.add(commit.kind)
+                assert commit.num_examined == num_nodes - len(commit.retired_ids)
         context = [1, 2, 3]
         for _ in range(30):
             context.append(target(context))

@@ -12,8 +12,9 @@ from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Workbench, build
 from specdec.errors import RankFailure
 from specdec.executors.replicas import ReplicasExecutor, TargetCopy
+from specdec.sampling.keyed_draws import KeyedDraws
 from specdec.state import StopRules, batch_of
-from specdec.types import Answers, Batch, Commit, Nodes, Output
+from specdec.types import Answers, Batch, Commit, Needs, Nodes, Output
 from specdec.verifiers import MatchVerifier
 from tests import toys
 from tests.states import new_commit, new_request, new_state
@@ -22,6 +23,8 @@ from tests.unit.test_state import chain_of
 
 class _Process:
     """An executor whose process learns of requests with a batch, as ``DistributedExecutor``'s."""
+
+    pids, bytes_sent = (7,), 5
 
     def __init__(self) -> None:
         self.known: set[int] = set()
@@ -61,6 +64,9 @@ class _Process:
             for t in self._batch.trees
         ]
         return Output(step=0, answers=tuple(answers))
+
+    def reports(self) -> list[dict[str, Any]]:
+        return [{"clock": {"rank": 1, "spans": [{"rank": 1}]}}]
 
     def shutdown(self) -> None:
         assert self._in_step == (self.error is not None), "busy only after an error"
@@ -163,8 +169,21 @@ def test_each_batch_is_answered_when_its_copy_is_done() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_answers_of_processes_are_waited_for_and_failures_raised(fails: bool) -> None:
     processes = [_Process(), _Process()]
-    run = {"clock": MeasuredClock(), "meter": Meter()}
-    executor = ReplicasExecutor(processes, remote=True, **run)  # type: ignore[arg-type]
+    plan = ReplicasExecutor.plan(toys.pair(), replicas=2, transport="distributed")
+    executor = ReplicasExecutor.build(
+        plan,
+        Needs(),
+        pair=toys.pair(),
+        clock=MeasuredClock(),
+        meter=Meter(),
+        draws=KeyedDraws(seed=0),
+        blocks=(None, 16),
+        over_ranks=lambda one, *_, **__: processes[one.group_number - 1],
+    )
+    clocks = [report["clock"] for report in executor.reports()]
+    assert clocks == [{"rank": rank, "spans": [{"rank": rank}]} for rank in (1, 2)]
+    assert (executor.pids, executor.bytes_sent) == ([7, 7], 10)
+    assert executor.stage_of_rank == {1: 1, 2: 1}
     request = new_request(1)
     executor.open(request)
     batch = batch_of(new_state(request), Nodes(((1, np.array([0])),)))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.device import on_host
 from specdec.policies.tree_growth import most_probable
 from specdec.tree import TokenTree
 from specdec.types import NO_NODE, Answers, Candidates, FloatArray, HiddenName, IntArray
@@ -31,6 +32,7 @@ class RefNode:
     candidates: dict[int, tuple[int, float, int]] = field(default_factory=dict)
     answer: int = -1
     hidden: dict[HiddenName, int] = field(default_factory=dict)
+    probs: dict[str, float] = field(default_factory=dict)  # of one token, by draft and target
 
     @property
     def path(self) -> list[RefNode]:
@@ -87,6 +89,9 @@ def check_equal(tree: TokenTree, ref: RefTree) -> None:
     assert tree.answers.tolist() == [n.answer for n in nodes]
     hidden = {i: {name: int(row) for name, row in rows.items()} for i, rows in tree.hidden.items()}
     assert hidden == {n.id: n.hidden for n in nodes if n.hidden}
+    for name, stored in {"draft": tree.draft_probs, "target": tree.target_probs}.items():
+        given = {i: float(on_host(row)[0]) for i, row in stored.items()}
+        assert given == {n.id: n.probs[name] for n in nodes if name in n.probs}
     for slot, node in enumerate(nodes):
         left = {
             column: (int(tree.candidate_tokens[slot, column]), float(logprob))
@@ -118,6 +123,16 @@ def check_questions(tree: TokenTree, ref: RefTree) -> None:
     ids = np.array([nodes[-1].id, nodes[0].id, ref.next_id, -5])
     assert tree.slots(ids).tolist() == [len(nodes) - 1, 0, NO_NODE, NO_NODE]
     assert len(tree.slots(ids[:0])) == 0
+    cached = [n.id for n in nodes[len(nodes) // 2].path]  # a cache has all ancestors, or none
+    missing = {j for i in rows for j in paths[i] if i == j or nodes[j].id not in cached}
+    found = tree.with_missing_ancestors(rows, lambda ids: np.isin(ids, cached))
+    assert found.tolist() == sorted(missing)
+    path = nodes[-1].path
+    common = set.intersection(*(set(node.hidden) for node in path))
+    states = tree.hidden_rows(np.array([node.id for node in path]))
+    assert {name: rows[:, 0].tolist() for name, rows in states.items()} == {
+        name: [node.hidden[name] for node in path] for name in common
+    }
 
 
 def best_nodes(tree: TokenTree, scores: FloatArray, num: int) -> IntArray:
@@ -172,6 +187,7 @@ class Pair:
             logprobs=self.logprobs(*shape),
             counts=self.rng.integers(0, k + 1, shape[0]),
             origins=self.rng.integers(0, 3, shape) if self.rng.random() < 0.3 else None,
+            probs=self.rng.random((shape[0], 1)) if self.rng.random() < 0.5 else None,
         )
         self.tree.set_candidates(slots, candidates, slice(before, shape[0]))
         if drops := bool(self.rng.integers(2)):
@@ -179,6 +195,8 @@ class Pair:
         for row, slot in enumerate(slots, start=before):
             node, count = self.ref.nodes[slot], int(candidates.counts[row])
             node.expanded = count > 0
+            if candidates.probs is not None:
+                node.probs["draft"] = float(candidates.probs[row, 0])
             known = {n.token for n in self.ref.nodes if n.parent is node and drops}
             node.candidates = {
                 c: (
@@ -229,10 +247,14 @@ class Pair:
         ids = self.draw_ids()
         tokens = self.rng.integers(0, 50, len(ids))
         hidden = dict([self.states(ids)]) if self.rng.random() < 0.5 else {}
-        self.tree.set_answers(Answers(request=0, node_ids=ids, tokens=tokens, hidden=hidden))
+        probs = self.rng.random((len(ids), 1)) if self.rng.random() < 0.5 else None
+        given = {"node_ids": ids, "tokens": tokens, "probs": probs}
+        self.tree.set_answers(Answers(request=0, hidden=hidden, **given))
         for node in self.ref.nodes:
-            for token in tokens[ids == node.id].tolist():
-                node.answer = token
+            for row in np.flatnonzero(ids == node.id).tolist():
+                node.answer = int(tokens[row])
+                if probs is not None:
+                    node.probs["target"] = float(probs[row, 0])
 
     def early(self) -> None:
         ids = self.draw_ids()
