@@ -356,8 +356,11 @@ class FreeCharges(StepCharges):
     def end(self, pruned: int, rows: Sequence[int], *, answered: bool) -> None:
         """Charges pruning, and cancels passes that have not begun and have lost all their rows."""
         clock, now = self._clock, self._clock.now() * (1 - 1e-12)  # sums of equal terms are equal
+        done = self._tick + 1 - len(self._ranks)  # the latest batch that left the last stage
         for rank, passes in zip(self._ranks, self._passes, strict=True):
-            while passes and passes[-1].start_s >= now and not self._alive(passes[-1].tick):
+            while passes and passes[-1].start_s >= now:
+                if passes[-1].tick <= done or self._alive(passes[-1].tick):
+                    break
                 dropped = passes.pop()
                 clock.cancel(rank, dropped.start_s, dropped.free_s)
             if pruned:

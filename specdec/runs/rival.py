@@ -114,9 +114,11 @@ def baseline_of_runtime(cfg: Mapping[str, Any], pair: ModelPair, stop: StopRules
     quality, own = nats_per_byte(pair, server, (name, given["target"], pair.dtype))
     files = " and ".join(path.name for path in models.values())
     settings = "".join(f", {key}={value}" for key, value in strategy["options"].items())
+    bits = pair.options.bits_of("target")
+    precision = f"int{bits}" if bits else pair.dtype
     caveat = (
         f"{files} in {loaded.get('quantization', pair.dtype)}, threads={threads}{settings};"
-        f" {quality:.4f} nats per byte of {HELD_OUT.name}, target in {pair.dtype} {own:.4f}"
+        f" {quality:.4f} nats per byte of {HELD_OUT.name}, target in {precision} {own:.4f}"
     )
     if not runtime.dtypes:
         caveat += f". Another function than ar's: compare with {name}_generate"

@@ -110,6 +110,15 @@ class TestSchedule:
         assert parts.clock.busy_s is not None
         assert parts.clock.busy_s[1] <= times[-1]  # passes that never ran are not counted
 
+    @pytest.mark.parametrize("lock_step", [False, True])
+    def test_the_last_stage_computes_every_chunk_of_a_prompt(self, lock_step: bool) -> None:
+        clock = SimulatedClock(PROFILE)
+        bench = Workbench(pair(num_layers=8, exit_layer=2), clock=clock)
+        parts = build("ppsd", bench, lock_step=lock_step)
+        request = new_request(1, range(2, 12), 1)  # three chunks, and the last token
+        list(parts.decode(parts.new_state(), [request], prefill_chunk=3))
+        assert clock.busy_s[4] == pytest.approx(4 * STAGE_S)
+
     def test_a_round_of_eesd_costs_gamma_e_plus_n(self) -> None:
         """The denominator of Eq. 4, in stages of E layers, with heads that have a cost."""
         gamma, head_s, whole_s = 3, 0.25, 4 * STAGE_S + 0.5
