@@ -601,6 +601,7 @@ class PipelineStage:
         self, stage: Stage, *, answerer: Answerer | None = None, exits: ExitReader | None = None
     ) -> None:
         self.stage = stage
+        self.rows = 0
         self.answerer = answerer
         self._exits = exits
         self._readers = [reader for reader in (answerer, exits) if reader is not None]
@@ -611,6 +612,7 @@ class PipelineStage:
             reader.open(request)
 
     def compute(self, flight: InFlight) -> tuple[StageOutput, tuple[Exits, ...]]:
+        self.rows += flight.batch.num_tokens
         out = self.stage.run(flight.batch, flight.hidden)
         flight.hidden = out.hidden
         exits: tuple[Exits, ...] = ()
