@@ -1,4 +1,4 @@
-"""Executors: their contract, the times of steps, and what requests leave that have ended."""
+"""Executors: caches, their contract, times of steps, and what ended requests leave behind."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.certify.invariants import observation
+from specdec.certify.subject import Subject
 from specdec.clocks import (
     CostCurve,
     LatencyProfile,
@@ -32,6 +34,7 @@ from specdec.testing import check_executor, decode_cases
 from specdec.types import Answers, Batch, Commit, HiddenName, Needs, Output, TreeRows
 from specdec.verifiers import MatchVerifier
 from tests import toys
+from tests.matrix.cells import Cell, config
 from tests.reachable import reachable
 from tests.states import new_commit, new_request
 
@@ -41,6 +44,18 @@ def test_layers_are_split_evenly_and_all_used() -> None:
     assert split_layers(5, 3) == [(0, 2), (2, 4), (4, 5)]
     with pytest.raises(ValueError, match=r"executor\.stages=6"):
         split_layers(5, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "executor"), [("specpipe", "pipeline"), ("chain", "local")])
+def test_every_cache_equals_a_fresh_forward_after_every_step(policy: str, executor: str) -> None:
+    """Prefix as far as ``cached_len``, each tree entry over its path; draft included."""
+    values = config(Cell("draft_model", policy, "match", executor, "t06"))
+    if policy == "specpipe":
+        values["policy"].update(width=5, children=3)
+    seen = observation(Subject(values))
+    assert [*seen.caches, *seen.trees, seen.error] == [None]
+    assert seen.num_entries > 200, "the check must have had entries to look at"
 
 
 class Faulty(LocalExecutor):

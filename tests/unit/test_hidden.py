@@ -5,6 +5,8 @@ import torch
 from heads import LAYERS, VOCAB, Pair, cases, levels, states, steps
 
 from specdec.compose.workbench import Parts, Workbench
+from specdec.executors import stage
+from specdec.executors.stage import InFlight
 from specdec.interfaces import TreePolicy
 from specdec.policies import Static
 from specdec.sources import (
@@ -98,3 +100,29 @@ class TestDelivery:
         assert delays == {layer if stages else 0}
         assert tree_rows > 96
         assert prompt_rows == 3 * sum(len(case.prompt) - 1 for case in cases())
+
+    def test_shifted_rows_show(self, models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Control: rows that belong to their neighbours."""
+        right = stage.with_hidden
+
+        def shifted(output, batch, captured):  # type: ignore[no-untyped-def]
+            return right(output, batch, {i: rows.roll(1, 0) for i, rows in captured.items()})
+
+        monkeypatch.setattr("specdec.executors.local.with_hidden", shifted)
+        with pytest.raises(AssertionError):
+            check_delivery(models, reading(models, Static(branching=[3, 2]), None))
+
+    def test_rows_that_are_not_pruned_in_flight_show(
+        self, models: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Control: captured rows that stay where their nodes were pruned."""
+        right = InFlight.prune
+
+        def unpruned(self, *args):  # type: ignore[no-untyped-def]
+            before = dict(self.captured)
+            right(self, *args)
+            self.captured = before
+
+        monkeypatch.setattr(InFlight, "prune", unpruned)
+        with pytest.raises(AssertionError):
+            check_delivery(models, reading(models, levels(), 3))
