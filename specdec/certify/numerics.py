@@ -189,16 +189,16 @@ def _misrounded(given: _Configured) -> Iterator[str]:
     assert isinstance(loaded, HuggingFacePair)
     originals = dict(loaded.target.named_parameters(remove_duplicate=False))
     for name, module in given.pair.target.named_modules():
-        for kind, weight in module.named_parameters(name, recurse=False):
-            original, steps = originals[kind].detach().float(), torch.zeros(())
-            if given.bits and isinstance(module, nn.Linear) and kind.endswith(".weight"):
-                is_wide = kind.endswith(("lm_head.weight", "down_proj.weight"))
+        for path, weight in module.named_parameters(name, recurse=False):
+            original, steps = originals[path].detach().float(), torch.zeros(())
+            if given.bits and isinstance(module, nn.Linear) and path.endswith(".weight"):
+                is_wide = path.endswith(("lm_head.weight", "down_proj.weight"))
                 padded = pad(original, (0, -original.shape[1] % _BLOCK))
                 steps = padded.unflatten(1, (-1, _BLOCK)).abs().amax(-1)
                 steps = steps.repeat_interleave(_BLOCK, 1)[:, : original.shape[1]]
                 steps = 1.001 * steps / 2 ** ((8 if is_wide else given.bits) - 1)
             if (off := (weight.detach().float() - original).abs() > steps).any():
-                yield f"{int(off.sum())} values of {kind} are not those of the file, rounded"
+                yield f"{int(off.sum())} values of {path} are not those of the file, rounded"
 
 
 @dataclass(frozen=True)
@@ -257,12 +257,18 @@ def configured_law(subject: Subject) -> Outcome:
     groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
     with subject.built(given.cfg, given.pair) as parts:
-        drafts, wrong = _draft_laws(parts)
+        drafts = _draft_laws(parts)
         outputs = given.decode(parts, cases[::2]) | given.decode(parts, cases[1::2], _LAW_BATCH)
     _, errors = given.passes(cases[2].prompt)
     error, rounding = 2.0 * float(errors.max()), float((errors**2).mean())
     found = Evidence(num_tests=NUM_PLACE_TESTS * (1 + len(groups)))
-    faults, together, slack = [*wrong], list[FloatArray](), 0.0
+    totals = [float(law.sum(dtype=np.float64)) for law in drafts.values()]
+    faults = [
+        f"a draft's probabilities add up to {total:.3g}"
+        for total in totals
+        if not abs(total - 1.0) < _UNNORMALISED
+    ]
+    together, slack = list[FloatArray](), 0.0
     rng = np.random.default_rng(subject.seed)
     for name, group in groups.items():
         series = []
@@ -304,26 +310,21 @@ def _places(
     return np.array(found).reshape(len(found), len(ORDERS))
 
 
-def _draft_laws(parts: Parts) -> tuple[dict[tuple[int, ...], FloatArray], set[str]]:
-    """Returns a dict and a set that decoding fills: prefix -> the draft's probabilities,
-    float32[V], and a sentence if probabilities of a draft do not add up to 1.
-    """
-    found, wrong = dict[tuple[int, ...], FloatArray](), set[str]()
+def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
+    """Returns a dict that decoding fills: prefix -> the draft's probabilities, float32[V]."""
+    found = dict[tuple[int, ...], FloatArray]()
 
     def record(verdicts: list[Verdict], _: DecodeState, requests: Sequence[RequestState]) -> None:
         for request, verdict in zip(requests, verdicts, strict=True):
             tree = request.tree
-            drafted = {node: on_host(probs) for node, probs in tree.draft_probs.items()}
-            totals = [float(np.asarray(probs).sum()) for probs in drafted.values()]
-            if not wrong and (off := [t for t in totals if not abs(t - 1.0) < _UNNORMALISED]):
-                wrong.add(f"a draft's probabilities add up to {off[0]:.3g}")
-            for node in {tree.root_id, *verdict.accepted_ids.tolist()} & drafted.keys():
-                (slot,) = tree.slots(np.array([node])).tolist()
-                path = tuple(request.path_tokens(slot).tolist())
-                found[path] = np.asarray(drafted[node]).astype(np.float32)
+            for node_id in (tree.root_id, *verdict.accepted_ids.tolist()):
+                if (probs := tree.draft_probs.get(node_id)) is not None:
+                    (slot,) = tree.slots(np.array([node_id])).tolist()
+                    path = tuple(request.path_tokens(slot).tolist())
+                    found[path] = on_host(probs).astype(np.float32)
 
     observe(parts.verifier, "verify", after=record)
-    return found, wrong
+    return found
 
 
 def exact_dtype(subject: Subject) -> Outcome:

@@ -149,8 +149,8 @@ class Subject:
         in_turns = "replicas" in cfg["executor"] and not _on_ranks(cfg["executor"])
         if in_turns and kind in ("perfect", "long") and cfg["clock"]["kind"] == "measured":
             # Copies of a small target are so fast that they would leave no time for drafts.
-            cfg["clock"] = {"kind": "simulated", "scale": 1.0, "profile": _SLOW_TARGET}
-            cfg["clock"] |= load_profile(_SLOW_TARGET)
+            clock = {"kind": "simulated", "scale": 1.0, "profile": _SLOW_TARGET}
+            cfg["clock"] = clock | load_profile(_SLOW_TARGET)
         with self.built(cfg, pair, UserError) as parts:
             yield parts
 

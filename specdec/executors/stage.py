@@ -550,7 +550,7 @@ def _along_paths(
     while level:
         rows = np.array(level)
         known = None if histories is None else [histories[row] for row in level]
-        # Of one request a view of the row, not a copy.
+        # One row is a view: a copy would wake torch's threads up, as in ``transform``.
         part = logits[level[0], None] if len(level) == 1 else logits[torch.from_numpy(rows)]
         found = transform.sample(part, uniforms[rows] if len(uniforms) else uniforms, known)
         tokens[rows] = found

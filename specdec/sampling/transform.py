@@ -395,7 +395,8 @@ def argmax(values: npt.NDArray[np.floating]) -> IntArray:
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     if on_accelerator(logits):
         return torch.log_softmax(logits / temperature, dim=1)
-    # In numpy, since torch would wake its threads up, which then compete with those of a session.
+    # In numpy: torch's threads, woken up for this, took as long as a pass of a draft head
+    # (experiments/log/2026-12-01-short-spins.md).
     with np.errstate(invalid="ignore"):  # ``_largest`` refuses rows with NaN or infinity
         scores = logits.numpy() / temperature
         scores -= scores.max(axis=1, keepdims=True)
