@@ -10,6 +10,7 @@ each token's position in the target's CDF after its prefix.
 Shape letters: V vocabulary, T tokens.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,7 +51,8 @@ _NUM_PROMPTS, _NUM_EXACT_PROMPTS = 3, 2
 _NUM_TOKENS, _LAW_TOKENS, _EXACT_TOKENS = 24, 10, 160  # of an output, at most
 _MAX_PROMPT, _LAW_PROMPT, _EXACT_PROMPT = 64, 330, 96  # tokens of the longest
 _ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
-_LAW_REQUESTS = 30  # of each sampling; half as many of large models, or over processes
+# Of each sampling; half as many of large models, over processes, or where tokens show a difference.
+_LAW_REQUESTS = 30
 _SMALL_BYTES, _LOADED_BYTES = 1 << 27, 1 << 30  # of weights; of those that are loaded again
 _LAW_BATCH = 6
 _BITS = {"int8": 8, "int4": 4}  # of a target's weights, by ``model.quantization``
@@ -193,6 +195,8 @@ def _misrounded(given: _Configured) -> Iterator[str]:
             original, steps = originals[path].detach().float(), torch.zeros(())
             if given.bits and isinstance(module, nn.Linear) and path.endswith(".weight"):
                 is_wide = path.endswith(("lm_head.weight", "down_proj.weight"))
+                if (found := re.search(r"\.(\d+)\.\w+\.[qkv]_proj\.", path)) is not None:
+                    is_wide = int(found[1]) % 3 == 2
                 padded = pad(original, (0, -original.shape[1] % _BLOCK))
                 steps = padded.unflatten(1, (-1, _BLOCK)).abs().amax(-1)
                 steps = steps.repeat_interleave(_BLOCK, 1)[:, : original.shape[1]]
@@ -232,7 +236,8 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
     if not subject.sampling.greedy:
         samplings["as configured"] = subject.sampling
     is_small = given.pair.weight_bytes["target"] < _SMALL_BYTES and not rank_groups(subject.cfg)
-    number = subject.times * (_LAW_REQUESTS if is_small else _LAW_REQUESTS // 2)
+    needs_all = is_small and subject.claims is Lossless.DISTRIBUTION
+    number = subject.times * (_LAW_REQUESTS if needs_all else _LAW_REQUESTS // 2)
     room = (given.pair.max_positions or _LAW_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
     text = np.concatenate([prompt.tokens for prompt in given.prompts])

@@ -25,6 +25,7 @@ from specdec.types import Lossless
 
 NUM_TOKENS = 16
 _SMALL_CHUNK = 3
+_BATCH = 6  # of groups of requests after the first, which has the configured size
 _ROOM = 110  # positions beyond the last token; more than four blocks of 128 are before it
 _NUM_GREEDY = 200  # whose draft is always right: no miss empties a tree or a cache
 _SPAN = 7  # positions per call; not a divisor of the block size
@@ -134,8 +135,8 @@ def _compared(
     compared = tokens = accepted = misses = 0
     for kind, cases in groups:
         with subject.composed(kind) as parts:
-            sizes = {"batch_size": subject.batch_size, "prefill_chunk": chunk}
-            outputs = decode_cases(parts, cases, **sizes)
+            size = max(subject.batch_size, _BATCH) if compared else subject.batch_size
+            outputs = decode_cases(parts, cases, batch_size=size, prefill_chunk=chunk)
         compared += len(cases)
         for decoded in outputs.values():
             tokens += len(decoded.output)

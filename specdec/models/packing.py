@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK = 32
+# Names, in modules and graphs, of the matrices whose weights have 8 bits even in int4 models: these,
+# and of every third layer those of queries, keys and values too.
 _WIDE = ("lm_head", "output", "down_proj", "down")
-"""Names, in modules and graphs, of the matrices whose weights have 8 bits even in int4 models."""
+_WIDE_OF_THIRD = ("q_proj", "k_proj", "v_proj", "qkv")
 _ROWS = 8192  # rows of a matrix that are quantised at once, to bound memory
 
 
 def bits_of(name: str, bits: int) -> int:
-    """Returns the bits per weight of the matrix ``name``: 8 for output heads and down projections,
-    which cause most of the quality loss of int4 (experiments/log/2026-11-27-int4.md), and ``bits``
-    for all other matrices.
+    """Returns the bits per weight of the matrix ``name``: 8 for output heads, down projections and
+    the attention inputs of every third layer, which cause most of the quality loss of int4
+    (experiments/log/2026-12-01-int4.md), and ``bits`` for all other matrices.
     """
-    return 8 if name.rpartition(".")[2] in _WIDE else bits
+    *path, leaf = name.split(".")
+    layer = next((int(part) for part in path if part.isdecimal()), 0)
+    return 8 if leaf in _WIDE or (leaf in _WIDE_OF_THIRD and layer % 3 == 2) else bits
 
 
 def packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

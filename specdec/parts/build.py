@@ -10,6 +10,7 @@ the base class that a class must have (None: any).
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Set
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any, get_args
 
@@ -126,6 +127,7 @@ def build_part(
         raise UserError(f"{where} ({cls.__name__}): {error}") from error
 
 
+@cache  # it takes milliseconds, and a class does not change
 def check_class(cls: type, base: type, at: str) -> None:
     name, path = base.__name__, f"{base.__module__}.{base.__name__}"
     if not issubclass(cls, base):

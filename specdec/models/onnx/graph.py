@@ -66,7 +66,8 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
     model, num_layers = layers.model, len(layers.options)
     config, rotary = model.config.get_text_config(), model.base_model.rotary_emb
     states = list(dict.fromkeys([layers.output, *layers.capture]))
-    writer = GraphWriter(config, rotary, layers.options, bits)  # type: ignore[arg-type]
+    first = layers.first_layer
+    writer = GraphWriter(config, rotary, layers.options, bits, first)  # type: ignore[arg-type]
     if layers.is_first:
         table = writer.weight("embeddings", model.get_input_embeddings().weight)
         stream = writer.op("Gather", table, writer.declare_indices("tokens", [1, "R"]))
@@ -76,7 +77,7 @@ def build_graph(layers: ModelSlice, bits: int | None = None) -> Graph:
     found: dict[HiddenName, str] = {}
     update: str | None = None
     for index, layer in enumerate(model.get_submodule(layers_name(model))):  # type: ignore[arg-type]
-        name = HiddenName(layers.first_layer + index)
+        name = HiddenName(first + index)
         stream, update = writer.layer(index, layer, stream, update)
         if name in states or index == num_layers - 1:
             stream, update = writer.op("Add", stream, update), None
@@ -105,6 +106,7 @@ class GraphWriter:
     # layer of the graph -> scaling and window of its attention. Default: none.
     options: Mapping[int, ScoreOptions] = field(default_factory=dict)
     bits: int | None = None  # bits per weight in matrices of ``linear``; None: float32
+    first_layer: int = 0  # number of the graph's first layer in its model
     weights: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     nodes: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
@@ -228,7 +230,7 @@ class GraphWriter:
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size = head_size(config)
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        packed = self.linear(f"{index}.qkv", parts, value)
+        packed = self.linear(f"{self.first_layer + index}.qkv", parts, value)
         query, key, values = packed, "", ""
         if hasattr(attention, "q_norm"):  # a norm per head (Qwen3)
             query, key, values = self.split(packed, [part.out_features for part in parts])
