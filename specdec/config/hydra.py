@@ -138,7 +138,7 @@ def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) ->
             file = f"experiment/{named}.yaml in a folder that --config-dir names"
             raise UserError(f"{word} needs the file {file}")
     try:
-        return _hydra_compose(overrides, name, extra)
+        raw = _hydra_compose(overrides, name, extra)
     except (*_FAULTS, *YAML_ERRORS) as error:
         if text := isinstance(error, _FAULTS) and _explain(error, overrides, name, extra):
             raise UserError(text) from error
@@ -149,6 +149,13 @@ def compose_raw(overrides: Words, *, name: str = "config", extra: Trees = ()) ->
             raise
         text = f"the configuration cannot be composed: {_first_line(error)}"
         raise UserError(text) from error
+    preset = raw.hydra.runtime.choices.get("strategy")
+    if preset and "kind" not in raw.get("strategy", {}):
+        raise UserError(
+            f"strategy={preset} has no strategy.kind: its YAML needs '# @package _global_' as its"
+            " first line and a section 'strategy:', as in docs/adding.md"
+        )
+    return raw
 
 
 def combinations(overrides: Sequence[Override], extra: Trees = ()) -> list[list[str]]:

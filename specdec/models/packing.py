@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK = 32
-# Names, in modules and graphs, of the matrices whose weights have 8 bits even in int4 models: these,
-# and of every third layer those of queries, keys and values too.
+# Names, in modules and graphs, of the matrices whose weights have 8 bits even in int4 models. Those
+# of the second group have them in every third layer.
 _WIDE = ("lm_head", "output", "down_proj", "down")
 _WIDE_OF_THIRD = ("q_proj", "k_proj", "v_proj", "qkv")
 _ROWS = 8192  # rows of a matrix that are quantised at once, to bound memory

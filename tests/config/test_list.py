@@ -17,6 +17,7 @@ WITHOUT_ROWS = {"adaptive", "amusd", "dsi", "flowspec", "pearl", "pipespec", "ss
 """Policies whose number of rows is none of their keys."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*options("policy")} - WITHOUT_ROWS))
 def test_the_rows_are_those_of_the_policy(name: str) -> None:
     """Per target pass, or per step of a pipeline."""

@@ -81,6 +81,7 @@ def test_prediction_is_that_of_drawn_passes() -> None:
     assert abs(mean - predicted(model_of(option), requests)) < 4 * error
 
 
+@pytest.mark.slow
 def test_known_parameters_are_recovered(fitted: FittedModel) -> None:
     """To about three standard errors of 40 requests of 200 tokens."""
     model = fitted.model
@@ -92,6 +93,7 @@ def test_known_parameters_are_recovered(fitted: FittedModel) -> None:
     assert by_depth.depth == pytest.approx(DEPTH["depth"], abs=0.2)
 
 
+@pytest.mark.slow
 def test_chains_of_seven_predict_other_lengths(fitted: FittedModel) -> None:
     """Within 3 % for 1 to 19 on the same requests; a constant hit rate is further off."""
     constant = fit_model(played(TRUE, 7).requests, ModelSize())[0]
@@ -102,6 +104,7 @@ def test_chains_of_seven_predict_other_lengths(fitted: FittedModel) -> None:
     assert worst["fitted"] < 0.03 < worst["constant"]
 
 
+@pytest.mark.slow
 def test_the_option_plays_the_fitted_model(fitted: FittedModel) -> None:
     """Hits of ``SyntheticPair`` under the written keys have the model's tokens per pass."""
     option = fitted.model_option()
@@ -113,6 +116,7 @@ def test_the_option_plays_the_fitted_model(fitted: FittedModel) -> None:
     assert abs(mean - fitted.model.tokens_per_pass(7)) < 4 * error
 
 
+@pytest.mark.slow
 def test_the_held_out_part_is_inside_its_interval(fitted: FittedModel) -> None:
     assert fitted.held_out is not None
     assert fitted.held_out.is_inside

@@ -30,6 +30,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path_factory.getbasetemp() / "gguf-cache"))
 
 
+@pytest.mark.slow
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, some in four bits, with the bundled tokenizer and a chat template."""

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 AR_AND_SUFFIX = """
 import numpy as np
 from specdec.config.job import run_job_of
@@ -29,10 +31,12 @@ def modules_after(program: str) -> set[str]:
     return {name for name in shown.split() if name.split(".")[0] == "specdec"}
 
 
+@pytest.mark.slow
 def test_the_loop_needs_few_modules() -> None:
     assert len(modules_after("import specdec.loop")) <= 28
 
 
+@pytest.mark.slow
 def test_plain_decoding_and_suffix_load_what_they_use() -> None:
     loaded = modules_after(AR_AND_SUFFIX)
     assert not NOT_USED & {name.split(".")[1] for name in loaded if "." in name}
@@ -54,6 +58,7 @@ def test_list_answers_without_the_packages_of_models() -> None:
     subprocess.run([sys.executable, "-c", shown], capture_output=True, check=True)
 
 
+@pytest.mark.slow
 def test_a_job_is_checked_before_models_are_imported() -> None:
     """Importing ``modeling_utils`` takes seconds, which refused commands would take too."""
     program = (

@@ -34,6 +34,7 @@ def _outputs(results: list[RequestResult]) -> dict[int, tuple[int, ...]]:
     return {result.id: result.output for result in results}
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_separate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step per turn, so that every step follows one of another strategy."""
     monkeypatch.setattr(interleaved, "TURN_S", 0.0)

@@ -316,6 +316,7 @@ def test_theoretical_speedup_is_one_law_on_every_clock(clock: str) -> None:
     assert theory(latency=8, steps=40) == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_bootstrap_interval_covers_the_true_ratio() -> None:
     """Coverage over 200 data sets of 16 prompts; for a true 95 % the chance of < 85 % is < 1e-6.
 

@@ -99,6 +99,7 @@ def _nodes(pair, name):
     ).graph.node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "draft_int4"])
 def test_tokens_equal_plain_decoding_up_to_ties(kind):
     words = ["strategy=speculative", "model=tiny", "model.backend=onnx"]

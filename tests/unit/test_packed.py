@@ -55,6 +55,7 @@ def test_slices_share_packed_weights_which_end_with_the_plain_ones() -> None:
     assert alive() is None
 
 
+@pytest.mark.slow
 def test_tokens_equal_those_with_plain_weights() -> None:
     """The whole path: target and draft of the bundled pair are packed; no two tokens nearly tie."""
     outputs = []

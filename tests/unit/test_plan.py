@@ -104,6 +104,7 @@ def test_hit_rates_are_those_of_laws_and_records() -> None:
     assert record.hit_rate == pytest.approx((np.concatenate(ranks) == 0).mean())
 
 
+@pytest.mark.slow
 def test_the_log_of_an_engine_is_an_input(tmp_path: Path) -> None:
     """Accepted lengths of a draft that is right at 70 % of the positions, in passes of 5."""
     rng = np.random.default_rng(0)

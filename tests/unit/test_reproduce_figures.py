@@ -69,6 +69,7 @@ def test_a_schedule_is_held_against_every_line() -> None:
     assert not counts(one_rank)["prune"]
 
 
+@pytest.mark.slow
 def test_a_stored_picture_is_drawn_again_without_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,7 @@ def test_several_presets_are_certified_and_only_failures_again(
     assert "1 of 2 are lossless" in said.out
 
 
+@pytest.mark.slow
 def test_a_lossy_verifier_is_said_to_be() -> None:
     words = config("strategy=speculative", "policy.gamma=2", "verifier=typical")
     report = certify(words, checks=["distribution"])

@@ -57,6 +57,7 @@ def test_draws_that_forget_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch)
     ), detail
 
 
+@pytest.mark.slow
 def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two best tokens the second, where the draft proposes it."""
     honest = MatchVerifier.verify
@@ -81,6 +82,7 @@ def test_a_difference_says_who_proposed_the_token(monkeypatch: pytest.MonkeyPatc
     assert float(detail.split(shown)[1].split(";")[0]) > 0.0
 
 
+@pytest.mark.slow
 def test_an_ignored_eos_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = StopRules.reason
 

@@ -23,6 +23,7 @@ def after_one_step(passes: int, max_new_tokens: int) -> tuple[list[Context], set
     return chosen, {context for call in source.calls for context in call[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "max_new_tokens"), [(1, 40), (2, 40), (3, 40), (3, 3), (4, 3), (6, 4)]
 )

@@ -68,10 +68,12 @@ def _p_values() -> tuple[float, float]:
     return chi_square(drafted, draft_law), chi_square(emitted, target_probs[0])
 
 
+@pytest.mark.slow
 def test_the_target_s_law_is_kept() -> None:
     assert min(_p_values()) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_other_probabilities_than_those_drawn_from_would_show(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
