@@ -17,7 +17,6 @@ WITHOUT_ROWS = {"adaptive", "amusd", "dsi", "flowspec", "pearl", "pipespec", "ss
 """Policies whose number of rows is none of their keys."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*options("policy")} - WITHOUT_ROWS))
 def test_the_rows_are_those_of_the_policy(name: str) -> None:
     """Per target pass, or per step of a pipeline."""
@@ -32,6 +31,7 @@ def test_the_rows_are_those_of_the_policy(name: str) -> None:
         assert int(found[1]) == policy.max_cached_nodes(1)
 
 
+@pytest.mark.slow
 def test_a_preset_has_what_its_parts_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "strategy"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:] if line}

@@ -20,11 +20,16 @@ from tests.matrix.outcomes import check, decide, decoded_cells, runs
 from tests.matrix.support import PAGE, page, survey
 
 PAIRS = [(source, policy) for source in options("source") for policy in options("policy")]
+# Every source and every policy once or more, without the other pairs.
+FAST = [
+    pytest.param(*pair, marks=() if {*pair} & {"draft_model", "chain"} else pytest.mark.slow)
+    for pair in PAIRS
+]
 
 pytestmark = pytest.mark.xdist_group("matrix")  # a process composes each cell once
 
 
-@pytest.mark.parametrize(("source", "policy"), PAIRS)
+@pytest.mark.parametrize(("source", "policy"), FAST)
 def test_fast_half(source: str, policy: str) -> None:
     for cell in cells(source, policy):
         if cell in fast_cells():

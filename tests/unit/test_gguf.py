@@ -30,7 +30,6 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path_factory.getbasetemp() / "gguf-cache"))
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, some in four bits, with the bundled tokenizer and a chat template."""
@@ -77,6 +76,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_folder_computes_what_transformers_reader_does(file: Path) -> None:
     folder = reading.unpacked(file)
     assert reading.unpacked(file) == folder, "it is unpacked once"

@@ -23,7 +23,6 @@ def after_one_step(passes: int, max_new_tokens: int) -> tuple[list[Context], set
     return chosen, {context for call in source.calls for context in call[1]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "max_new_tokens"), [(1, 40), (2, 40), (3, 40), (3, 3), (4, 3), (6, 4)]
 )
@@ -44,6 +43,7 @@ def test_a_step_is_fed_the_most_probable_nodes_of_any_level(
     assert passes == 1 or len({len(context) for context in chosen}) > 1, "several levels at once"
 
 
+@pytest.mark.slow
 def test_it_needs_a_tenth_fewer_steps_than_whole_levels(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """The preset's stated gain on synthetic drafts with equal nodes per step (16 % on 16 x 128)."""
     small = ("clock=simulated", "model=synthetic", "data.limit=4", "max_new_tokens=64")
