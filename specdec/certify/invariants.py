@@ -9,6 +9,8 @@ Shape letters: P paths, L layers, H heads, D head size, T tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from specdec.models.config_values import config_value
 from specdec.models.runner import ModelRunner
 from specdec.models.slicing import cache_argument, hidden_states
 from specdec.pairs import RandomPair, build_pair
+from specdec.sampling.keyed_draws import Purpose
 from specdec.state import DecodeState, RequestState
 from specdec.tensor_parallel.collective import Collective
 from specdec.tensor_parallel.cuts import HeadSplit
@@ -261,6 +264,7 @@ def _run(subject: Subject, kind: str, seen: Observation, how: str = "") -> None:
     with subject.composed(kind, pair=pair) as parts:
         state = parts.new_state()
         watch.parts(parts, state)
+        observe(state.draws, "uniform", before=partial(_examine_draw, state, seen.trees))
         for commits in decode_steps(parts, cases, {}, state=state, **_SIZES):
             decided, problems = {commit.request: commit for commit in commits}, list[str]()
             for request in state.requests.values():
@@ -279,6 +283,27 @@ def _run(subject: Subject, kind: str, seen: Observation, how: str = "") -> None:
                     problems += _cache_problems(shadow, fresh[shadow.runner.name], seen)
             seen.caches += [f"{how}{problem}" for problem in problems]
         seen.num_caches += len(watch.shadows)
+
+
+def _examine_draw(
+    state: DecodeState,
+    problems: list[str],
+    prompt_id: int,
+    positions: IntArray,
+    purpose: Purpose,
+    index: int | IntArray = 0,  # noqa: ARG001 - as in ``KeyedDraws.uniform``
+) -> None:
+    """Adds a problem if a number is drawn for a position whose token is decided: it may have decided
+    that token. Passes in other threads may end after their positions are decided.
+    """
+    request = state.requests.get(prompt_id)
+    if request is not None and current_thread() is main_thread():
+        first, root = int(np.min(positions)), request.prefix_len
+        if first <= root:
+            name = purpose.name.lower()
+            problems.append(
+                f"request {prompt_id}: a {name} draw of position {first}, root at {root}"
+            )
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:
