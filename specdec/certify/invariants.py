@@ -293,8 +293,8 @@ def _examine_draw(
     purpose: Purpose,
     index: int | IntArray = 0,  # noqa: ARG001 - as in ``KeyedDraws.uniform``
 ) -> None:
-    """Adds a problem if a number is drawn for a position whose token is decided: it may have decided
-    that token. Passes in other threads may end after their positions are decided.
+    """Adds a problem if a number is drawn for a position whose token is decided, perhaps by the
+    number. Passes in other threads may end after their positions are decided.
     """
     request = state.requests.get(prompt_id)
     if request is not None and current_thread() is main_thread():
