@@ -102,8 +102,7 @@ _SMALL_TABLES = {
 }
 _WIDE_SAMPLINGS = {
     "t=1": _T1,
-    # Rows keep from a few tokens to hundreds.
-    "t=1.2 top_k=1000 top_p=0.7": SamplingParams(temperature=1.2, top_k=1000, top_p=0.7),
+    "t=1.2 top_k=1000 top_p=0.99": SamplingParams(temperature=1.2, top_k=1000, top_p=0.99),
 }
 _CHAIN = "a chain of 6"
 _SHAPES: dict[str, dict[str, Any]] = {

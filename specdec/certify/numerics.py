@@ -30,6 +30,7 @@ from specdec.certify.oracle import (
     forward,
     processed,
     reference_probs,
+    rejection_verdict,
     unequal,
     whole_pass,
 )
@@ -47,6 +48,7 @@ from specdec.runs.runners import TokenPrompt
 from specdec.sampling.transform import SamplingParams
 from specdec.state import DecodeState, RequestState, StopRules
 from specdec.types import FloatArray, Lossless, Verdict
+from specdec.verifiers import RejectionVerifier
 
 _NUM_PROMPTS, _NUM_EXACT_PROMPTS = 3, 2
 _NUM_TOKENS, _LAW_TOKENS, _EXACT_TOKENS = 24, 10, 160  # of an output, at most
@@ -184,9 +186,8 @@ def numerics(subject: Subject) -> Outcome:
 
 
 def _other_weights(given: _Configured) -> Iterator[str]:
-    """Yields parameters of the target that are not those of the file, since heads and drafts may share
-    its modules. Matrices of a quantised target are rounded by at most a step of their blocks
-    (docs/backends.md).
+    """Yields parameters of the target that are not those of the file: heads may share its modules.
+    Matrices of a quantised target are rounded by at most a step of their blocks (docs/backends.md).
     """
     loaded = build_pair({**given.cfg["model"], "quantization": "none"})
     assert isinstance(loaded, HuggingFacePair)
@@ -266,7 +267,7 @@ def configured_law(subject: Subject) -> Outcome:
     groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
     with subject.built(given.cfg, given.pair) as parts:
-        drafts = _draft_laws(parts)
+        drafts, others = _draft_laws(parts, subject.seed)
         outputs = given.decode(parts, cases[::2]) | given.decode(parts, cases[1::2], _LAW_BATCH)
     _, errors = given.passes(cases[2].prompt)
     error, rounding = 2.0 * float(errors.max()), float((errors**2).mean())
@@ -277,6 +278,7 @@ def configured_law(subject: Subject) -> Outcome:
         for total in totals
         if not abs(total - 1.0) < _UNNORMALISED
     ]
+    faults += others
     together, slack = list[FloatArray](), 0.0
     rng = np.random.default_rng(subject.seed)
     for name, group in groups.items():
@@ -319,21 +321,28 @@ def _places(
     return np.array(found).reshape(len(found), len(ORDERS))
 
 
-def _draft_laws(parts: Parts) -> dict[tuple[int, ...], FloatArray]:
-    """Returns a dict that decoding fills: prefix -> the draft's probabilities, float32[V]."""
-    found = dict[tuple[int, ...], FloatArray]()
+def _draft_laws(parts: Parts, seed: int) -> tuple[dict[tuple[int, ...], FloatArray], list[str]]:
+    """Returns what decoding fills: prefix -> the draft's probabilities, float32[V], and verdicts that
+    differ from ``rejection_verdict``.
+    """
+    found, others = dict[tuple[int, ...], FloatArray](), list[str]()
+    rejects = isinstance(parts.verifier, RejectionVerifier)
 
     def record(verdicts: list[Verdict], _: DecodeState, requests: Sequence[RequestState]) -> None:
         for request, verdict in zip(requests, verdicts, strict=True):
-            tree = request.tree
-            for node_id in (tree.root_id, *verdict.accepted_ids.tolist()):
+            tree, kept = request.tree, verdict.accepted_ids.tolist()
+            if rejects and not request.sampling.greedy:
+                expected = rejection_verdict(request, seed)
+                if (kept, verdict.next_token) != expected:
+                    others.append(f"verdict {(kept, verdict.next_token)} instead of {expected}")
+            for node_id in (tree.root_id, *kept):
                 if (probs := tree.draft_probs.get(node_id)) is not None:
                     (slot,) = tree.slots(np.array([node_id])).tolist()
                     path = tuple(request.path_tokens(slot).tolist())
                     found[path] = on_host(probs).astype(np.float32)
 
     observe(parts.verifier, "verify", after=record)
-    return found
+    return found, others
 
 
 def exact_dtype(subject: Subject) -> Outcome:

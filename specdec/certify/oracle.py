@@ -22,9 +22,11 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from specdec.certify.cases import Case, Decoded
+from specdec.device import on_host
 from specdec.metrics.compare import first_difference
+from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams
-from specdec.state import StopRules
+from specdec.state import RequestState, StopRules
 from specdec.types import FloatArray
 
 _WORD = 2**64 - 1
@@ -94,6 +96,36 @@ def reference_token(logits: FloatArray, params: SamplingParams, draw: float) -> 
 def token_at(probs: FloatArray, draw: float) -> int:
     last = int(np.flatnonzero(probs)[-1])  # where rounding leaves the CDF below the draw
     return min(int(probs.cumsum().searchsorted(draw, side="right")), last)
+
+
+def rejection_verdict(request: RequestState, seed: int) -> tuple[list[int], int]:
+    """Returns the ids of the accepted nodes, and the next token, by recursive rejection sampling of
+    a request's answered tree (Jeon et al. 2024).
+    """
+    tree, slot, path = request.tree, 0, list[int]()
+    while True:
+        node, at = int(tree.ids[slot]), int(tree.positions[slot]) + 1
+        children, child, token = np.flatnonzero(tree.parents == slot), -1, int(tree.answers[slot])
+        if len(children):
+            rows = [on_host(p[node]).astype(float) for p in (tree.target_probs, tree.draft_probs)]
+            size = max(map(len, rows))
+            target, draft = (np.pad(row, (0, size - len(row))) for row in rows)
+            for index, child in enumerate(children.tolist()):
+                token = int(tree.tokens[child])
+                test = reference_draw(seed, request.id, at, Purpose.ACCEPT, index)
+                if test * draft[token] < target[token]:
+                    break
+                target = np.maximum(target - draft, 0.0)
+                target, draft[token] = target / (target.sum() or 1.0), 0.0
+                draft /= draft.sum() or 1.0
+            else:
+                draw = reference_draw(seed, request.id, at, Purpose.RESIDUAL)
+                token = token_at(target, draw)
+                child = tree.child(slot, token)
+        if child < 0 or not tree.answered[child]:
+            return path, token
+        path.append(int(tree.ids[child]))
+        slot = child
 
 
 def reference_reason(output: Sequence[int], stop: StopRules) -> str | None:
