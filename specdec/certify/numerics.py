@@ -322,8 +322,8 @@ def _places(
 
 
 def _draft_laws(parts: Parts, seed: int) -> tuple[dict[tuple[int, ...], FloatArray], list[str]]:
-    """Returns what decoding fills: prefix -> the draft's probabilities, float32[V], and verdicts that
-    differ from ``rejection_verdict``.
+    """Returns what decoding fills: prefix -> the draft's probabilities, float32[V], and verdicts
+    that differ from ``rejection_verdict``.
     """
     found, others = dict[tuple[int, ...], FloatArray](), list[str]()
     rejects = isinstance(parts.verifier, RejectionVerifier)
