@@ -291,19 +291,16 @@ def _examine_draw(
     prompt_id: int,
     positions: IntArray,
     purpose: Purpose,
-    index: int | IntArray = 0,  # noqa: ARG001 - as in ``KeyedDraws.uniform``
+    *_: Any,
 ) -> None:
-    """Adds a problem if a number is drawn for a position whose token is decided, perhaps by the
-    number. Passes in other threads may end after their positions are decided.
+    """Adds a problem if a random number is drawn for a token that is decided already, which may
+    depend on it. Passes in other threads are left out, as they may end after the decision.
     """
-    request = state.requests.get(prompt_id)
-    if request is not None and current_thread() is main_thread():
-        first, root = int(np.min(positions)), request.prefix_len
-        if first <= root:
-            name = purpose.name.lower()
-            problems.append(
-                f"request {prompt_id}: a {name} draw of position {first}, root at {root}"
-            )
+    request, first = state.requests.get(prompt_id), int(np.min(positions))
+    decided = request is not None and first <= request.prefix_len
+    if decided and current_thread() is main_thread():
+        name = f"a {purpose.name.lower()} draw of position {first}"
+        problems.append(f"request {prompt_id}: {name}, whose token is decided already")
 
 
 def _cache_problems(shadow: Shadow, fresh: Fresh, seen: Observation) -> Iterator[str]:

@@ -40,7 +40,6 @@ from specdec.clocks.meter import Meter
 from specdec.compose.workbench import Parts
 from specdec.device import on_host
 from specdec.errors import UserError
-from specdec.models.config_values import config_value
 from specdec.models.slicing import cache_argument
 from specdec.pairs import HuggingFacePair, build_pair
 from specdec.runs.jobs import prepare, stop_rules
@@ -54,8 +53,7 @@ _NUM_PROMPTS, _NUM_EXACT_PROMPTS = 3, 2
 _NUM_TOKENS, _LAW_TOKENS, _EXACT_TOKENS = 24, 10, 160  # of an output, at most
 _MAX_PROMPT, _LAW_PROMPT, _EXACT_PROMPT = 64, 330, 96  # tokens of the longest
 _ROW_COUNTS = (2, 4, 8)  # of passes that are compared with passes of one row
-# Of each sampling; half as many of large models, over processes, or where tokens show a difference.
-_LAW_REQUESTS = 30
+_LAW_REQUESTS = 30  # of each sampling; half with token parity, large models, or over processes
 _SMALL_BYTES, _LOADED_BYTES = 1 << 27, 1 << 30  # of weights; of those that are loaded again
 _LAW_BATCH = 6
 _BITS = {"int8": 8, "int4": 4}  # of a target's weights, by ``model.quantization``
@@ -242,18 +240,16 @@ def _law_cases(given: _Configured) -> dict[str, list[Case]]:
     number = subject.times * (_LAW_REQUESTS if needs_all else _LAW_REQUESTS // 2)
     room = (given.pair.max_positions or _LAW_PROMPT + _LAW_TOKENS + 1) - _LAW_TOKENS - 1
     room = min(room, given.cfg.get("serving", {}).get("kv_tokens") or room)
-    window = config_value(given.pair.target.config.get_text_config(), "sliding_window")
     text = np.concatenate([prompt.tokens for prompt in given.prompts])
     text = np.tile(text, 1 + (_LAW_PROMPT + 97) // len(text))
     found, ids = dict[str, list[Case]](), iter(range(7000, 1 << 20))
     for name, params in samplings.items():
         eos = frozenset(last[-1:]) if params.processors else given.stop.eos_ids
         stop = StopRules(max_new_tokens=_LAW_TOKENS, eos_ids=eos)
-        # Several at once fill whole passes of prompt tokens, beside nodes of trees; after one token
-        # the first tree meets an empty cache; others reach across the edge of a window.
+        # Several at once fill whole passes of prompt tokens, beside nodes of trees. After one token
+        # the first tree meets an empty cache.
         num_long = 1 if found and not params.processors else 4
-        others = [1, (window or 44) - 4, 4, 1, 70, 1, 9, 23]
-        lengths, found[name] = [_LAW_PROMPT] * num_long + others * 20, []
+        lengths, found[name] = [_LAW_PROMPT] * num_long + [1, 40, 4, 1, 70, 1, 9, 23] * 20, []
         for i in range(number):
             length, start = max(1, min(lengths[i // 2], room)), 7 * (i // 2) % 97
             prompt = tuple(text[start : start + length].tolist())
@@ -267,7 +263,7 @@ def configured_law(subject: Subject) -> Outcome:
     groups = _law_cases(given)
     cases = [case for group in groups.values() for case in group]
     with subject.built(given.cfg, given.pair) as parts:
-        drafts, others = _draft_laws(parts, subject.seed)
+        drafts, unlike_rejection = _draft_laws(parts, subject.seed)
         outputs = given.decode(parts, cases[::2]) | given.decode(parts, cases[1::2], _LAW_BATCH)
     _, errors = given.passes(cases[2].prompt)
     error, rounding = 2.0 * float(errors.max()), float((errors**2).mean())
@@ -278,7 +274,7 @@ def configured_law(subject: Subject) -> Outcome:
         for total in totals
         if not abs(total - 1.0) < _UNNORMALISED
     ]
-    faults += others
+    faults += unlike_rejection
     together, slack = list[FloatArray](), 0.0
     rng = np.random.default_rng(subject.seed)
     for name, group in groups.items():
@@ -331,10 +327,11 @@ def _draft_laws(parts: Parts, seed: int) -> tuple[dict[tuple[int, ...], FloatArr
     def record(verdicts: list[Verdict], _: DecodeState, requests: Sequence[RequestState]) -> None:
         for request, verdict in zip(requests, verdicts, strict=True):
             tree, kept = request.tree, verdict.accepted_ids.tolist()
-            if rejects and not request.sampling.greedy:
-                expected = rejection_verdict(request, seed)
-                if (kept, verdict.next_token) != expected:
-                    others.append(f"verdict {(kept, verdict.next_token)} instead of {expected}")
+            own = kept, verdict.next_token
+            tested = rejects and not request.sampling.greedy
+            if tested and own != (expected := rejection_verdict(request, seed)):
+                what = "(accepted nodes, next token)"
+                others.append(f"{what} are {own}, by rejection sampling {expected}")
             for node_id in (tree.root_id, *kept):
                 if (probs := tree.draft_probs.get(node_id)) is not None:
                     (slot,) = tree.slots(np.array([node_id])).tolist()

@@ -27,7 +27,7 @@ from specdec.metrics.compare import first_difference
 from specdec.sampling.keyed_draws import Purpose
 from specdec.sampling.transform import SamplingParams
 from specdec.state import RequestState, StopRules
-from specdec.types import FloatArray
+from specdec.types import NO_NODE, FloatArray
 
 _WORD = 2**64 - 1
 
@@ -105,7 +105,8 @@ def rejection_verdict(request: RequestState, seed: int) -> tuple[list[int], int]
     tree, slot, path = request.tree, 0, list[int]()
     while True:
         node, at = int(tree.ids[slot]), int(tree.positions[slot]) + 1
-        children, child, token = np.flatnonzero(tree.parents == slot), -1, int(tree.answers[slot])
+        children, token = np.flatnonzero(tree.parents == slot), int(tree.answers[slot])
+        child = NO_NODE
         if len(children):
             rows = [on_host(p[node]).astype(float) for p in (tree.target_probs, tree.draft_probs)]
             size = max(map(len, rows))
@@ -122,7 +123,7 @@ def rejection_verdict(request: RequestState, seed: int) -> tuple[list[int], int]
                 draw = reference_draw(seed, request.id, at, Purpose.RESIDUAL)
                 token = token_at(target, draw)
                 child = tree.child(slot, token)
-        if child < 0 or not tree.answered[child]:
+        if child == NO_NODE or not tree.answered[child]:
             return path, token
         path.append(int(tree.ids[child]))
         slot = child

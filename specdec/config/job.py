@@ -150,7 +150,7 @@ def run_job_of(overrides: Words, extra: Trees = ()) -> Job:
                 " out (output_dir=DIR names the folder of a run)"
             )
     composed = compose_config(overrides, extra=extra)
-    strategy = composed.values["strategy"]
+    strategy = composed.values.get("strategy", {})  # absent: refused by ``check_config``
     for override in parsed if strategy.get("kind") != "parts" else ():
         part = key_of(override).split(".")[0]
         if part in PARTS and not (part == "executor" and str(override.value()) == "local"):

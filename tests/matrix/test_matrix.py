@@ -20,7 +20,7 @@ from tests.matrix.outcomes import check, decide, decoded_cells, runs
 from tests.matrix.support import PAGE, page, survey
 
 PAIRS = [(source, policy) for source in options("source") for policy in options("policy")]
-# Every source and every policy once or more, without the other pairs.
+# Of these pairs, the fast tests decode those that have every source and every policy.
 FAST = [
     pytest.param(*pair, marks=() if {*pair} & {"draft_model", "chain"} else pytest.mark.slow)
     for pair in PAIRS
