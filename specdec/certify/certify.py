@@ -51,11 +51,10 @@ def certify(
     on_check: Callable[[Check], None] | None = None,
     fail_fast: bool = False,
 ) -> Report:
-    """Runs ``checks`` (names, default all) on ``cfg``, a resolved configuration as plain values.
+    """Runs ``checks`` (names, default all) on ``cfg``, a resolved configuration as plain values; a
+    check in which the strategy raises has failed. Depth "full" has more requests.
 
-    ``build`` makes the parts for a pair of models; UserError if it cannot. A check fails if the
-    strategy raises in it. With depth "full", checks use more requests. ``on_check`` is called after
-    each check; ``fail_fast`` stops after a failed one.
+    ``build`` makes the parts for a pair of models; UserError if it cannot.
     """
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")

@@ -369,9 +369,8 @@ def _commit_problems(commit: Commit, request: RequestState, before: Snapshot) ->
 
 
 def _tree_problems(request: RequestState, watch: Watch) -> Iterator[str]:
-    """Yields contradictions within a tree, and with its state when it was last submitted.
-
-    Candidates of an asynchronous source must be those that it proposed for their node.
+    """Yields contradictions within a tree, with its state when it was last submitted, and with the
+    candidates that an asynchronous source proposed.
     """
     tree, where = request.tree, f"tree of request {request.id}"
     parents, positions = tree.parents, tree.positions

@@ -4,12 +4,11 @@
 tables of logits (``TablePair``), whose laws are known exactly. ``configured_law`` (``numerics``)
 does the same with the configured models. Both use the *e-values* below.
 
-An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so by
-Markov's inequality it reaches 1 / a with probability at most a. Here it is the likelihood of the
-counts under a mixture of laws around the tested one, divided by that under the law itself. Cells
-(tokens counted together) of small probability need not be merged, and the number of counts may be
-random (a test martingale, Ville 1939; Ramdas et al. 2023, "Game-theoretic statistics"). The mean of
-e-values is an e-value, even if they depend on each other.
+An e-value is a non-negative statistic whose mean is at most 1 if the tested law is true, so it
+reaches 1 / a with probability at most a (docs/verify.md). Here it is the likelihood of the counts
+under a mixture of laws around the tested one, divided by that under the law itself. The number of
+counts may be random (a test martingale; Ramdas et al. 2023, "Game-theoretic statistics"), and the
+mean of e-values is an e-value, even if they depend on each other.
 
 Shape letters: V vocabulary, N requests, T tokens of an output, C cells of a law or of a partition
 of the vocabulary, M concentrations of the mixture, O orders of the vocabulary.
@@ -75,8 +74,9 @@ def _tables(*shares: tuple[Sequence[float], Sequence[float]]) -> tuple[Table, Ta
     return target, draft
 
 
-# Each row shows another fault of the tests of later siblings: a shared draw, a residual that is not
-# updated, a draft that is not renormalised.
+# The draft favours few tokens, which are often rejected (with ``OPPOSED_TABLE`` few results are
+# open). Each row shows another fault of the tests of later siblings: a shared draw, a residual that
+# is not updated, a draft that is not renormalised.
 CROWDED_TABLES = _tables(
     ((51, 19, 18, 4, 8), (10, 0.4, 1, 42.6, 46)),
     ((13, 33, 9, 38, 7), (32, 0.6, 6, 7, 54.4)),
@@ -84,12 +84,8 @@ CROWDED_TABLES = _tables(
     ((37, 2, 41, 4, 16), (1, 62, 26, 9, 2)),
     ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
 )
-"""The draft's mass is on one, two or three tokens, which are often rejected, so that acceptance
-tests of later siblings matter; with ``OPPOSED_TABLE`` nearly all tests have a certain result.
-"""
-
+# Every token has the same distribution, so reused random numbers show as equal tokens.
 ONE_LAW_TABLES = _tables(((30, 25, 20, 15, 10), (10, 15, 20, 25, 30)))
-"""Every token has the same distribution, so reused random numbers show as equal tokens."""
 
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
 _T1 = SamplingParams(temperature=1.0)
@@ -136,9 +132,7 @@ def log_evidence(counts: IntArray, law: FloatArray) -> float:
 
 @dataclass(slots=True)
 class Evidence:
-    """The e-values of a check that plans ``num_tests`` tests; tests not yet done count as 0."""
-
-    num_tests: int
+    num_tests: int  # planned; those that are not done count as e-values of 0
     logs: list[tuple[str, float]] = field(default_factory=list)  # (test, log e-value)
 
     def biased(self) -> list[str]:
@@ -307,11 +301,10 @@ def row_evidence(laws: Rows, before: IntArray, tokens: IntArray) -> Iterator[tup
 
 
 def wide_tables(vocab_size: int, seed: int = 0) -> Rows:
-    """Returns the rows of logits of a large vocabulary.
+    """Returns rows of logits of a large vocabulary; a token's row is its id modulo their number.
 
-    In most rows half of the mass lies on a few tokens and half on a long tail; the draft is equal
-    to the target, near it or far from it. Small tables do not show faults that depend on a token's
-    probability or position in a long row. A token's row is its id modulo the number of rows.
+    In most rows half of the mass lies on a few tokens and half on a long tail, so that faults show
+    which depend on a token's probability or on its place in a long row.
     """
     rng = np.random.default_rng([seed, vocab_size])
 

@@ -94,10 +94,8 @@ class _Configured:
         return [*differences(case, decoded, rows, seed=seed, errors=errors, tokens=tokens)]
 
     def passes(self, tokens: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
-        """Computes logits by passes of one row, and how much passes of more rows change them.
-
-        Returns:
-            float64[T, V], logits after each token, and float64[T], the largest change of a logit.
+        """Returns float64[T, V], the logits after each token by passes of one row, and float64[T],
+        by how much passes of more rows change a logit at most.
         """
         if self.bits is None:
             rows = _single_tokens(self.pair.target, tokens)
@@ -343,10 +341,8 @@ def _draft_laws(parts: Parts, seed: int) -> tuple[dict[tuple[int, ...], FloatArr
 
 
 def exact_dtype(subject: Subject) -> Outcome:
-    """Checks with ``model.exact=true`` that outputs in the configured dtype equal plain decoding.
-
-    Plain decoding here is the preset ``ar`` on the same pair: on one device, or on the same
-    tensor-parallel group, whose order of summation sets the last bits. No tie is tolerated.
+    """Checks with ``model.exact=true`` that outputs equal those of the preset ``ar``, without ties.
+    It runs on the same tensor-parallel group, whose order of summation sets the last bits.
     """
     if not subject.cfg["model"].get("exact"):
         raise Skipped("model.exact=false: rounding may decide between tokens")
@@ -374,10 +370,7 @@ def exact_dtype(subject: Subject) -> Outcome:
 
 
 def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``cfg`` with the parts of plain decoding, whose output is the reference.
-
-    Tensor-parallel executors are kept, because the order of their sums is part of the reference.
-    """
+    """Returns ``cfg`` with the parts of plain decoding, and tensor-parallel executors kept."""
     plain = {
         "source": {"_target_": "specdec.sources.NullSource"},
         "policy": {"_target_": "specdec.policies.RootOnly"},

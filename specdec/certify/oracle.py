@@ -259,16 +259,11 @@ def unequal(
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far plain decoding was from choosing another token.
+    """How far plain decoding was from choosing another token."""
 
-    ``value`` is the distance that ``kind`` names: a "top-two gap" in logits if greedy, else that of
-    the draw from a "CDF edge" ("filter boundary and CDF edge" for a token that a filter removed).
-    Rounding can explain values up to ``allowance``.
-    """
-
-    kind: str
+    kind: str  # a gap of logits if greedy, else a distance of the draw
     value: float
-    allowance: float
+    allowance: float  # values up to this one can be explained by rounding
 
     @property
     def is_tie(self) -> bool:
@@ -278,10 +273,8 @@ class Distance:
 def distance(
     logits: FloatArray, params: SamplingParams, draw: float, token: int, error: float
 ) -> Distance:
-    """Measures how far plain decoding was from choosing ``token``, which the strategy chose.
-
-    ``logits`` are float64[V] after the processors, of which batching changes each by ``error`` at
-    most; ``draw`` is the random number in [0, 1) of plain decoding.
+    """Returns the distance for ``token``, which the strategy chose. ``logits`` are float64[V] after
+    the processors, each known up to ``error``; ``draw`` is the random number of plain decoding.
     """
     if params.greedy:
         return Distance("top-two gap", float(logits.max() - logits[token]), 2.0 * error)
@@ -302,10 +295,8 @@ def distance(
 def _weights(
     logits: FloatArray, params: SamplingParams, error: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns lower and upper bounds of unnormalised probabilities, float64[V] each.
-
-    Every logit may change by ``error`` at most. A token that top-k or top-p removes after some of
-    these changes has the lower bound 0; one that they remove after all has the upper bound 0 too.
+    """Returns lower and upper bounds, float64[V] each, of unnormalised probabilities where logits
+    change by up to ``error``; 0 for tokens that top-k or top-p then may, or must, remove.
     """
     weights = np.exp((logits - logits.max()) / params.temperature)
     swing = np.exp(min(error / params.temperature, 50.0))

@@ -158,10 +158,8 @@ def _compared(
 
 
 def draw_problems(draws: KeyedDraws, prompt_id: int, num_positions: int) -> Iterator[str]:
-    """Yields, per purpose, the first random number that differs from ``reference_draw``.
-
-    Tested are rising positions up to ``num_positions``, which reach every block that is computed at
-    once; positions out of order; few and many siblings; prompt ids of more than 32 bits.
+    """Yields, per purpose, the first random number that differs from ``reference_draw``: at rising
+    positions, which reach every block that is computed at once, and at others in no order.
     """
     keys = [(prompt_id, start, _FEW) for start in range(0, num_positions, _SPAN)]
     keys += [

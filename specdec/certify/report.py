@@ -27,7 +27,7 @@ _WIDTH = 110  # columns, if the output is not a terminal
 
 
 class Skipped(Exception):
-    """The check does not apply to this configuration; the message says why."""
+    """The check does not apply to this configuration."""
 
 
 Outcome = tuple[bool | None, str]
@@ -107,10 +107,7 @@ class Report:
             "claims": self.claims.value,
             "verdict": self.verdict,
             "seconds": round(self.seconds, 2),
-            "checks": [
-                {"name": c.name, "passed": c.passed, "result": c.result, "detail": c.detail}
-                for c in self.checks
-            ],
+            "checks": [{**asdict(check), "result": check.result} for check in self.checks],
             "errors": [asdict(crash) for crash in self.errors],
         }
 
@@ -118,8 +115,7 @@ class Report:
 def print_report(
     report: Report, conditions: Mapping[str, Any], console: Console | None = None
 ) -> None:
-    console = console or Console()
-    if not console.is_terminal:
+    if not (console := console or Console()).is_terminal:
         console = Console(file=console.file, width=_WIDTH)
     settings = ", ".join(f"{key}={value}" for key, value in conditions.items())
     console.print(f"specdec verify: {settings}", highlight=False, markup=False)

@@ -1,8 +1,7 @@
 """Checks the sampling of the target's tokens row by row against the reference (``oracle``).
 
-The sampler (``Answerer``) gets generated logits that are hard cases: vocabularies longer than one
-block of a cumulative sum and no multiple of it, requests with different parameters in one batch,
-ids and seeds of more than 32 bits, unordered positions.
+The sampler (``Answerer``) gets generated logits: rows longer than a block of a cumulative sum, with
+different parameters in one batch, ids and seeds of more than 32 bits, unordered positions.
 
 Shape letters: A rows, V vocabulary.
 """

@@ -226,8 +226,7 @@ def decode_steps(
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError if ``made_progress`` is not called for ``seconds`` (main thread only)."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not (in_main and hasattr(signal, "setitimer")):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = signal.signal(signal.SIGALRM, partial(_hung, seconds))
@@ -240,7 +239,7 @@ def hang_limit(seconds: float) -> Iterator[None]:
 
 
 def made_progress() -> None:
-    if hasattr(signal, "setitimer") and (seconds := signal.getitimer(signal.ITIMER_REAL)[1]):
+    if seconds := signal.getitimer(signal.ITIMER_REAL)[1]:
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
@@ -269,10 +268,7 @@ def _on_ranks(executor: Mapping[str, Any]) -> bool:
 
 
 def _shrink(executor: dict[str, Any]) -> int:
-    """Limits stages and tensor-parallel degrees in place; returns the number of stage devices or 0.
-
-    More than ``MAX_STAGES`` in one process would run the same code again.
-    """
+    """Limits stages and degrees in place; returns the number of stage devices or 0."""
     limit = MAX_RANKS if _on_ranks(executor) else MAX_STAGES
     most = {"target_degree": MAX_STAGES, "draft_degree": MAX_STAGES, "stages": limit}
     executor |= {key: min(executor[key], n) for key, n in most.items() if executor.get(key)}

@@ -31,8 +31,8 @@ from specdec.clocks.build import build_clock
 from specdec.clocks.meter import Meter
 from specdec.compose.borders import guard, is_outside
 from specdec.config.hydra import compose_config
-from specdec.config.job import check_config
-from specdec.config.options import PARTS
+from specdec.config.job import check_config, nodes_of
+from specdec.config.options import PARTS, Node
 from specdec.errors import UserError
 from specdec.executors import FirstStage, LocalExecutor, PipelineExecutor
 from specdec.executors.layout import EarlyExitPlan, PipelinePlan
@@ -408,9 +408,22 @@ def build_parts(
 
 
 def check_parts(cfg: Mapping[str, Any], pair: ModelPair) -> None:
-    """Raises ``UserError`` if policy, verifier and clock do not fit together; loads no models."""
+    """Raises ``UserError`` if parts do not fit together, so far as no models have to be loaded."""
     with _in_words(cfg):
-        _chosen(cfg, Workbench(pair, clock=build_clock(cfg["clock"], Meter())), None)
+        bench = Workbench(pair, clock=build_clock(cfg["clock"], Meter()))
+        policy, judge, executor, serving = _chosen(cfg, bench, None)
+        objects = bench.objects("source", executor.plan, judge, serving)
+        for node in nodes_of(cfg["source"]):
+            if "_target_" in node and not is_outside(node) and not _runs_models(node):
+                source = build_part(node, objects, "source", TokenSource)
+                if node is cfg["source"]:
+                    check_source(source, policy, judge, pair.vocab_size)
+
+
+def _runs_models(node: Node) -> bool:
+    classes = [locate(n["_target_"], "source") for n in nodes_of(node) if "_target_" in n]
+    arguments = {name for cls in classes for name in inspect.signature(cls).parameters}
+    return bool(arguments & {"pair", "runner", "make_first_stage"})
 
 
 @contextmanager

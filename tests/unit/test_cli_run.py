@@ -141,3 +141,18 @@ def test_a_fresh_process_refuses_in_one_line(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("specdec: policy.gamma=0 cannot be used: ")
     assert "policy=root_only" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy=prompt_lookup", "source.min_match=20"],
+        ["strategy=suffix", "verifier=rejection", "sampling=t08"],
+        ["strategy=suffix", "source.path=nowhere"],
+    ],
+)
+def test_sources_without_models_are_refused_before_models_are_loaded(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "model=tiny", *words, f"output_dir={tmp_path / 'run'}"]) == 2
+    assert "loading" not in capsys.readouterr().err
