@@ -350,8 +350,8 @@ class EventKind(StrEnum):
 class Event:
     """Something that happened while a policy waited.
 
-    ``ticket`` is the draft pass that ended, ``candidates`` its result if its level (see
-    ``Events.start``) is above 0; candidates of level 0 are stored in the trees instead.
+    ``ticket`` is the draft pass that ended. ``candidates`` is its result if a model other than the
+    draft ran it (``Ticket.level`` above 0); the draft's results are in the trees already.
     """
 
     kind: EventKind

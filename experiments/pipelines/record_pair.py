@@ -25,7 +25,7 @@ FILES = {
 }
 SETS = (
     *("humaneval_x", "drop", "mmlu", "wmt14", "triviaqa", "gsm8k"),  # SpecPipe's and PipeDec's six
-    *("humaneval", "mt_bench", "alpaca", "natural_questions"),  # with gsm8k five of SwiftSpec's six
+    *("humaneval", "mt_bench", "alpaca", "natural_questions", "cnn_dm"),  # and gsm8k: SwiftSpec
     "xsum",  # PPSD's, with gsm8k and humaneval
 )
 SIZE = ("data.limit=20", "data.sample_seed=1", "max_new_tokens=128", "sampling=greedy")

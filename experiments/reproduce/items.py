@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,8 @@ def _function(name: str) -> Callable[..., Any]:
     return found
 
 
-def all_items(root: Path = ROOT) -> dict[str, Item]:
+@cache
+def all_items(root: Path = ROOT) -> Mapping[str, Item]:
     """Every table and figure by id."""
     items = {}
     for name in PAPERS:

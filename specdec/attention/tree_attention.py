@@ -587,7 +587,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
 
 
 class RequestPart:
-    """One request in a pass over the rows of several; ``columns``: which of these are its rows."""
+    """One request's ``rows`` in a pass over several requests; ``columns``: their slice of it."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
         self.rows = rows

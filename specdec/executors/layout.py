@@ -67,17 +67,18 @@ class StageLayout:
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """Keys of the configuration ``executor=pipeline``, with the defaults of its YAML file.
+    """Keys of the configuration ``executor=pipeline``; defaults as in its YAML, except ``stages``.
 
     Attributes:
-        stages: number of stages; None: ceil(layers / exit layer) (PPSD 4.1).
-        groups, shared: devices per stage; whether the draft runs on the target's devices.
+        stages: number of stages; None: ceil(layers / layers before the early exit) (PPSD 4.1).
+        groups: number of devices of each stage, which work one after another; None: one each.
+        shared: whether the draft runs on the target's devices.
         split: "balanced" includes the output head's cost, "even" counts layers only.
         target_degree, draft_degree: tensor-parallel degrees; None: one device.
         transport: "distributed" runs every device in a separate process.
-        lock_step: every step ends when its slowest stage has finished; False: stages wait only for
-            what they receive (PPSD Algorithm 1). False has an effect only on a simulated clock and,
-            with a source of early exits and one rank per range of layers, over processes.
+        lock_step: a step ends when its slowest stage has finished; False: stages wait only for what
+            they receive (PPSD Algorithm 1), in simulated time, or in processes for a source of
+            early exits without hidden states or tensor parallelism; else it has no effect.
         timeout_s: a distributed run fails after this many seconds without progress of any rank.
     """
 

@@ -8,4 +8,4 @@ class Progress:
         """Reports that ``count`` more items are done; ``detail`` is shown beside their number."""
 
     def note(self, text: str) -> None:
-        """Prints a line or a table."""
+        """Reports a line or a table for the user."""

@@ -44,7 +44,7 @@ SPECS: Mapping[str, type] = {
 @validated
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Configuration keys of all kinds of drafters, except those in ``SECTIONS`` and ``GROUPS``."""
+    """Top-level keys that all kinds of drafters share; ``SPECS`` has those of one kind."""
 
     output_dir: Text
     work_dir: Text | None = None

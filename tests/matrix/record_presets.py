@@ -90,12 +90,13 @@ CASES = {
 }
 
 
-def presets() -> list[str]:
+@cache
+def presets() -> tuple[str, ...]:
     """All presets in conf/strategy but those of transformers' own decoding."""
     kinds = {
         name: own_values(path)["strategy"]["kind"] for name, path in options("strategy").items()
     }
-    return sorted(name for name, kind in kinds.items() if kind == "parts")
+    return tuple(sorted(name for name, kind in kinds.items() if kind == "parts"))
 
 
 @cache

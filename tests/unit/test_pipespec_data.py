@@ -1,6 +1,7 @@
 """PipeSpec's published asynchronous runs, predicted from its synchronous traces and pass times."""
 
 import os
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -24,9 +25,12 @@ pytestmark = [
 ]
 
 
+runs_of = cache(synchronous_runs)
+
+
 def ratio(pair: str, lookahead: int, least: int) -> tuple[float, float]:
     """(predicted over published mean time per token, correlation over prompts)."""
-    runs = synchronous_runs(TRACES / f"chain_{pair}_8.json.gz", 7)
+    runs = runs_of(TRACES / f"chain_{pair}_8.json.gz", 7)
     ours = predicted_ms(runs, longest=7, least=least)
     measured = read_runs(TRACES / f"async-chain_{pair}_{lookahead}.json.gz")
     published = [1e3 * float(run["time_per_token"]) for run in measured]
