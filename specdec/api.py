@@ -329,6 +329,13 @@ def _is_prompt(item: object) -> bool:
     return isinstance(item, str | list | tuple) or bool(getattr(item, "shape", ()))
 
 
+def _check_prompt(prompt: Any) -> None:
+    several = isinstance(prompt, list | tuple) and any(map(_is_prompt, prompt))
+    for each in prompt if several else [prompt]:
+        if not (each if isinstance(each, str) else _token_ids(each)):
+            raise UserError("the prompt is empty; give at least one token, e.g. a space")
+
+
 def _token_ids(prompt: object) -> list[int]:
     try:
         if isinstance(prompt, bytes | bytearray | memoryview):
@@ -358,6 +365,7 @@ def generate(
     ``overrides``, ``config_dirs`` and ``pair`` are those of ``Decoder``, the other arguments and
     the errors those of ``Decoder.generate``.
     """
+    _check_prompt(prompt)  # before models are loaded
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         return decoder.generate(prompt, prompt_id=prompt_id, chat=chat, on_step=on_step)
 
@@ -372,6 +380,7 @@ def stream(
     chat: bool = False,
 ) -> Iterator[Step]:
     """Decodes one prompt and yields each step's tokens; for the arguments see ``generate``."""
+    _check_prompt(prompt)
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
 

@@ -22,6 +22,7 @@ BEGIN, END = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
 
 def main() -> None:
     """Prints the answer as it is decoded, then how many of its tokens were drafted."""
+    print(f"{PROMPT}\n--")
     passes, tokens, drafted = 0, 0, 0
     overrides = ["strategy=suffix", "max_new_tokens=96", *MODEL]
     for step in specdec.stream(PROMPT, overrides=overrides, chat=CHAT):

@@ -144,7 +144,11 @@ def guard(part: Any, label: str, vocab_size: int) -> None:
 
     @wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        found = method(*args, **kwargs)
+        try:
+            found = method(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"{label}: {name} raised this")
+            raise
         if fault := _wrong_type(found, wanted) or fault_of(found, vocab_size, *args, **kwargs):
             raise BrokenPart(f"{label}: {name} returned {fault}")
         return found

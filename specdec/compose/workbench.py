@@ -422,8 +422,7 @@ def check_parts(cfg: Mapping[str, Any], pair: ModelPair) -> None:
 
 def _runs_models(node: Node) -> bool:
     classes = [locate(n["_target_"], "source") for n in nodes_of(node) if "_target_" in n]
-    arguments = {name for cls in classes for name in inspect.signature(cls).parameters}
-    return bool(arguments & {"pair", "runner", "make_first_stage"})
+    return any({"pair", "runner"} & inspect.signature(cls).parameters.keys() for cls in classes)
 
 
 @contextmanager
@@ -502,6 +501,8 @@ def build(
             ``stages`` moves a preset of one device to a pipeline.
     """
     words = [f"strategy={preset}"]
+    if not isinstance(bench, Workbench | None):
+        raise UserError(f"bench={bench!r:.60} is no Workbench: write Workbench(pair)")
     config = compose_config(words).values
     keys = {key: value for key, value in keys.items() if value is not None}
     if "stages" in keys and "stages" not in config["executor"]:

@@ -37,6 +37,12 @@ _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two if a group is null or a number."""
 
 
+_ELSEWHERE = {
+    "prompt": "prompts are data=text data.path=FILE, or specdec.generate(PROMPT) in Python",
+    "checks": "they can be chosen in Python, specdec.verify(..., checks=[...])",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Composed:
     """A composed configuration: its resolved values, the option chosen in each group, and the
@@ -53,7 +59,7 @@ class Composed:
         group, _, rest = key.partition(".")
         if not (rest and group in self.choices):
             known = [*flatten(self.values), *GROUPS]
-            hint = did_you_mean(key, known)
+            hint = _ELSEWHERE.get(key) or did_you_mean(key, known)
             return f"{key} is not a key of the configuration: {hint}".rstrip(": ")
         message = f"{group}={self.choices[group]} has no key {rest!r}: "
         section = self.values.get(group, {})
@@ -243,6 +249,9 @@ def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str
             if group == "model" and not hint.startswith("did"):
                 hint = f"for a model of your own write model=hf model.target={value}; or {hint}"
             return f"{unknown}{hint}"
+    if found := re.match(r"In '.+': Could not find '(\w+)/(.+)'", str(error)):
+        hint = did_you_mean(found[2], options(found[1], extra))
+        return f"{found[1]}={found[2]}, which a preset chooses, is unknown: {hint}"
     groups += [o for o in parsed if key_of(o).startswith("hydra/")]
     try:
         raw = _hydra_compose([str(o.input_line) for o in groups], name, extra)

@@ -92,8 +92,8 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 ) from error
             if not isinstance(record, dict):
                 raise UserError(
-                    f"{where} is a {type(record).__name__}; each line must be one object, such as"
-                    ' {"prompt": "..."}'
+                    f"{where} is of type {type(record).__name__}; each line must be an object,"
+                    ' such as {"prompt": "..."}'
                 )
             yield number, record
 
@@ -113,7 +113,7 @@ def text_field(record: dict[str, Any], field: str, *, where: str, hint: str) -> 
             ) from None
     if not isinstance(value, str):
         raise UserError(
-            f"field {field!r} of {where} is a {type(value).__name__}, not text;"
+            f"field {field!r} of {where} is of type {type(value).__name__}, not text;"
             f" {hint} (lists by index: turns.0)"
         )
     if not value.strip():

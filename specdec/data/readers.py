@@ -37,11 +37,13 @@ def json_lines(path: Path, _subset: str | None) -> Iterator[DataRecord]:
 def json_array(path: Path, _subset: str | None) -> Iterator[DataRecord]:
     loaded = read_json(path)
     if not isinstance(loaded, list):
-        raise UserError(f"{str(path)!r} must be one JSON array, but is a {type(loaded).__name__}")
+        raise UserError(
+            f"{str(path)!r} must be one JSON array, but is of type {type(loaded).__name__}"
+        )
     for index, fields in enumerate(loaded):
         where = f"{path.name} item {index}"
         if not isinstance(fields, dict):
-            raise UserError(f"{where} is a {type(fields).__name__}, not an object")
+            raise UserError(f"{where} is of type {type(fields).__name__}, not an object")
         yield DataRecord(index, where, fields)
 
 

@@ -105,9 +105,8 @@ def tree_slices(trees: Sequence[TreeRows]) -> Iterator[tuple[TreeRows, slice]]:
 def with_hidden(
     output: Output, batch: Batch, captured: Mapping[HiddenName, torch.Tensor]
 ) -> Output:
-    """Returns ``output`` with the hidden states ``captured`` (name -> [R, E], rows as in
-    ``row_items``) of a batch that has passed all layers: those of tree nodes in their ``Answers``,
-    those of prompt tokens in ``Output.prompts``.
+    """Returns ``output`` with hidden states ``captured`` (name -> [R, E], rows as in ``row_items``)
+    after all layers: of tree nodes in their ``Answers``, of prompt tokens in ``Output.prompts``.
     """
     answers = {answer.request: answer for answer in output.answers}
     prompts, trees = _by_item(batch, captured)

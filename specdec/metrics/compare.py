@@ -26,9 +26,9 @@ def comparison_row(
     """Returns a row of ``comparison.json``; ``runs`` and ``ar_runs`` have one run per repeat.
 
     It has every metric of ``summarise`` (medians over repeats), ``NAME_range`` of those in
-    ``_RANGES``, and ratios to ``ar`` (docs/metrics.md). ``claims`` is the verifier's ``Lossless``;
-    tokens are compared with those of ``ar`` only if it is "token". ValueError without runs, or if
-    the numbers of repeats or the outputs of ``ar``'s repeats differ.
+    ``_RANGES``, and ratios to ``ar`` (docs/metrics.md). Tokens are compared with those of ``ar`` if
+    ``claims``, the verifier's ``Lossless``, is "token". ValueError without runs, or if the numbers
+    of repeats or the outputs of ``ar``'s repeats differ.
     """
     if not runs:
         raise ValueError(f"{strategy}: no finished repeat to report")

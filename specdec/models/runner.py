@@ -2,9 +2,8 @@
 
 A runner copies the module tree, sharing all parameters, and keeps only its slice. Hooks insert and
 extract hidden states, so transformers' own forward runs the slice and no model type needs specific
-code. A ``Backend`` computes the passes: ``Eager`` calls that forward; the backends for CUDA graphs,
-ONNX Runtime and passes whose rows do not depend on each other (``model.exact``) are in modules of
-their own, imported only when a runner uses them.
+code. A ``Backend`` computes the passes: ``Eager`` calls that forward; those for CUDA graphs, ONNX
+Runtime and independent rows (``model.exact``) are in modules that are imported when used.
 
 Shape letters: R rows (tokens) of one request, A rows with logits, E hidden size, V vocabulary.
 """

@@ -132,15 +132,15 @@ def _validator(hint: Any) -> pydantic.TypeAdapter[Any] | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown word: similar known words, and a list of the known words if
-    there are at most 24 or none is similar.
+    """Returns a hint for an unknown word: similar known words, and a list of up to 24 known words
+    if there are at most 8 or none is similar.
     """
     words = sorted(set(known))
     # A long dotted key is close to many others; its last part decides.
     near = get_close_matches(word, words, n=3, cutoff=0.6)
     near = near or [w for w in words if w.rpartition(".")[2] == word.rpartition(".")[2]][:3]
     question = f"did you mean {' or '.join(near)}?" if near else ""
-    if not words or (near and len(words) > _MAX_LISTED):
+    if not words or (near and len(words) > _MAX_LISTED // 3):
         return question
     shown = words if len(words) <= _MAX_LISTED else [*words[:_MAX_LISTED], "..."]
     listed = f"choose one of {', '.join(shown)}"

@@ -53,7 +53,8 @@ class TrainOptions:
     answers: Text | None = None
     max_new_tokens: Count = 256  # of answers that the target writes
     answer_batch: Count = 16
-    held_out: Count = 32  # texts that are not trained on, but on which drafts are measured
+    # Texts that are not trained on, but on which drafts are measured. None: 32, at most a fifth.
+    held_out: Count | None = None
     seed: Index = 0
     threads: Threads | None = None
     keep_gb: NotNegative = 0.0  # memory for the target's states, which later epochs then only read
@@ -102,13 +103,17 @@ def check_texts(config: Mapping[str, Any]) -> None:
     if config["answers"] is not None:
         check_answers(Path(config["answers"]))
         return
-    count, held = len(load_prompts(Request.of(**config["data"]))), config["held_out"]
-    if held >= count:
+    count = len(load_prompts(Request.of(**config["data"])))
+    if (held := _num_held_out(config["held_out"], count)) >= count:
         more = "data.limit=null" if count == config["data"].get("limit") else "more prompts"
         raise UserError(
             f"held_out={held} of {count} prompts leaves none to train on: give {more}, or"
             f" held_out={count // 5 or 1}"
         )
+
+
+def _num_held_out(chosen: int | None, count: int) -> int:
+    return chosen or min(32, count // 5 or 1)
 
 
 def _plan_values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,12 +155,11 @@ def train(
         )
     frozen = FrozenModel(target, compute_dtype=target.dtype, keep_bytes=1e9 * shared.keep_gb)
     texts = _texts(shared, config, frozen, tokenizer, ends, work, report)
-    held = set(np.linspace(0, len(texts) - 1, shared.held_out).round().astype(int).tolist())
+    num_held = _num_held_out(shared.held_out, len(texts))
+    held = set(np.linspace(0, len(texts) - 1, num_held).round().astype(int).tolist())
     kept = [text for number, text in enumerate(texts) if number not in held]
     if not kept:
-        raise UserError(
-            f"held_out={shared.held_out} of {len(texts)} answers leaves none to train on"
-        )
+        raise UserError(f"held_out={num_held} of {len(texts)} answers leaves none to train on")
     windows = Windows(kept, plan.length, plan.batch, shared.seed)
     if not len(windows):
         raise UserError(f"no answer has a token within plan.length={plan.length}")

@@ -5,7 +5,7 @@ Shape letters: T tokens of a text, B windows of a batch, S positions of a window
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,7 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from specdec.data.files import read_records
 from specdec.data.prompt import CHAT_DATE
@@ -136,7 +141,11 @@ def write_answers(
             if done.issuperset(group):
                 continue
             torch.manual_seed(seed + number)
-            rows = _generated(target, [prompts[each] for each in group], rules)
+
+            def on_token(count: int, before: int = number) -> None:
+                report((before + count / max_new_tokens) / len(groups), "")
+
+            rows = _generated(target, [prompts[each] for each in group], rules, on_token)
             for each, row in zip(group, rows, strict=True):
                 stops = np.flatnonzero(np.isin(row, list(ends)))
                 row = row[: stops[0] + 1] if len(stops) else row
@@ -153,10 +162,18 @@ def write_answers(
 
 @torch.no_grad()
 def _generated(
-    target: PreTrainedModel, prompts: Sequence[npt.NDArray[np.int64]], rules: GenerationConfig
+    target: PreTrainedModel,
+    prompts: Sequence[npt.NDArray[np.int64]],
+    rules: GenerationConfig,
+    on_token: Callable[[int], None],
 ) -> npt.NDArray[np.int64]:
-    """Left-pads prompts and continues them; returns int64[B, L], the L new tokens of each."""
+    """Left-pads and continues prompts; returns int64[B, L], the L new tokens of each."""
     width = max(map(len, prompts))
+
+    def never_stops(found: Any, *_: Any, **__: Any) -> Any:
+        on_token(found.shape[1] - width)
+        return torch.zeros(len(found), dtype=torch.bool, device=found.device)
+
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = torch.from_numpy(prompt)
@@ -164,7 +181,10 @@ def _generated(
     mask = (torch.arange(width) >= width - lengths[:, None]).long()
     device = target.get_input_embeddings().weight.device  # type: ignore[union-attr]
     texts = target.generate(
-        tokens.to(device), attention_mask=mask.to(device), generation_config=rules
+        tokens.to(device),
+        attention_mask=mask.to(device),
+        generation_config=rules,
+        stopping_criteria=StoppingCriteriaList([never_stops]),
     )
     return texts[:, width:].cpu().numpy()
 
