@@ -30,8 +30,7 @@ class Skipped(Exception):
     """The check does not apply to this configuration."""
 
 
-Outcome = tuple[bool | None, str]
-"""Result of a check function: ``passed`` and ``detail``, as in ``Check``."""
+Outcome = tuple[bool | None, str]  # of a check function: ``passed`` and ``detail`` of ``Check``
 
 
 @dataclass(frozen=True, slots=True)
