@@ -86,6 +86,8 @@ def measure_alone(
     ranked = search.ranked(candidates, done)
     early = f"{done} of {count} prompts, then the time was up or it was interrupted"
     notes = [] if done == count else [early]
+    if unset := [f"model.{key}" for key in PRESETS_BY_KEY if key not in keys]:
+        notes.append(f"drafters of {', '.join(unset)} were not tried: the keys have no value")
     plan = Plan(
         choices=choices_of(search, ranked),
         objective=chosen.objective,
