@@ -54,7 +54,8 @@ def certify(
     """Runs ``checks`` (names, default all) on ``cfg``, a resolved configuration as plain values; a
     check in which the strategy raises has failed. Depth "full" has more requests.
 
-    ``build`` makes the parts for a pair of models; UserError if it cannot.
+    ``build`` makes the parts for a pair of models; UserError if it cannot. ``on_check`` is called
+    after each check; ``fail_fast`` stops after a failed one.
     """
     if depth not in DEPTHS:
         raise UserError(f"depth={depth} is not one of {', '.join(DEPTHS)}")

@@ -342,7 +342,7 @@ def _draft_laws(parts: Parts, seed: int) -> tuple[dict[tuple[int, ...], FloatArr
 
 def exact_dtype(subject: Subject) -> Outcome:
     """Checks with ``model.exact=true`` that outputs equal those of the preset ``ar``, without ties.
-    It runs on the same tensor-parallel group, whose order of summation sets the last bits.
+    ``ar`` keeps a tensor-parallel group, whose order of summation sets the last bits.
     """
     if not subject.cfg["model"].get("exact"):
         raise Skipped("model.exact=false: rounding may decide between tokens")
@@ -370,7 +370,7 @@ def exact_dtype(subject: Subject) -> Outcome:
 
 
 def plain_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``cfg`` with the parts of plain decoding, and tensor-parallel executors kept."""
+    """Returns ``cfg`` with the parts of plain decoding; a tensor-parallel group keeps its sums."""
     plain = {
         "source": {"_target_": "specdec.sources.NullSource"},
         "policy": {"_target_": "specdec.policies.RootOnly"},

@@ -18,16 +18,12 @@ if TYPE_CHECKING:
 
 RESULT_FILE = "verify.json"
 
-_LABELS = {
-    "skipped": "[dim]-[/]",
-    "passed": "[green]passed[/]",
-    "failed": "[bold red]FAILED[/]",
-}
+_LABELS = {"skipped": "[dim]-[/]", "passed": "[green]passed[/]", "failed": "[bold red]FAILED[/]"}
 _WIDTH = 110  # columns, if the output is not a terminal
 
 
 class Skipped(Exception):
-    """The check does not apply to this configuration."""
+    """Says why a check does not apply to this configuration."""
 
 
 Outcome = tuple[bool | None, str]  # of a check function: ``passed`` and ``detail`` of ``Check``
@@ -114,7 +110,8 @@ class Report:
 def print_report(
     report: Report, conditions: Mapping[str, Any], console: Console | None = None
 ) -> None:
-    if not (console := console or Console()).is_terminal:
+    console = console or Console()
+    if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH)
     settings = ", ".join(f"{key}={value}" for key, value in conditions.items())
     console.print(f"specdec verify: {settings}", highlight=False, markup=False)
