@@ -196,8 +196,7 @@ class Decoder:
             UserError: a prompt is empty, too long, or text although there is no tokenizer; or the
                 decoder is decoding already, or an earlier call was interrupted within a step.
         """
-        several = isinstance(prompt, list | tuple) and any(map(_is_prompt, prompt))
-        given: Any = prompt if several else [prompt]
+        given, several = _each(prompt)
         prompts = [self._tokens(p, prompt_id + i, chat) for i, p in enumerate(given)]
         results: list[RequestResult] = []
         with self._decoding():
@@ -300,17 +299,13 @@ class Decoder:
                 "this decoder is decoding another prompt: end or close that stream first, or create"
                 " a second decoder (pair=decoder.pair shares the models)"
             )
-        pair = self.pair
-        if not isinstance(prompt, str):
-            ids = _token_ids(prompt)
-        elif pair.tokenizer is None:
-            raise UserError("this pair has no tokenizer: give the prompt as token ids")
-        else:
+        pair, ids = self.pair, _checked(prompt)
+        if isinstance(prompt, str):
+            if pair.tokenizer is None:
+                raise UserError("this pair has no tokenizer: give the prompt as token ids")
             text = Prompt(prompt_id, prompt, "the prompt", "", prompt)
             template = "always" if chat else "never"
-            ids = prompt_tokens(text, pair.tokenizer, chat=template).tolist()
-        if not ids:
-            raise UserError("the prompt is empty; give at least one token, e.g. a space")
+            ids = _checked(prompt_tokens(text, pair.tokenizer, chat=template))
         wrong = [token for token in ids if not 0 <= token < pair.vocab_size]
         if wrong:
             raise UserError(
@@ -329,23 +324,26 @@ def _is_prompt(item: object) -> bool:
     return isinstance(item, str | list | tuple) or bool(getattr(item, "shape", ()))
 
 
-def _check_prompt(prompt: Any) -> None:
+def _each(prompt: Any) -> tuple[Sequence[Any], bool]:
+    """Returns the prompts, and whether they are given as several."""
     several = isinstance(prompt, list | tuple) and any(map(_is_prompt, prompt))
-    for each in prompt if several else [prompt]:
-        if not (each if isinstance(each, str) else _token_ids(each)):
-            raise UserError("the prompt is empty; give at least one token, e.g. a space")
+    return (prompt if several else [prompt]), several
 
 
-def _token_ids(prompt: object) -> list[int]:
+def _checked(prompt: Any) -> Any:
+    """Returns text as it is, and anything else as a list of token ids."""
     try:
         if isinstance(prompt, bytes | bytearray | memoryview):
             raise TypeError("its items would be taken for token ids")
-        return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
+        given = prompt if isinstance(prompt, str) else [operator.index(token) for token in prompt]
     except TypeError as error:
         raise UserError(
             f"a prompt is text or a list of token ids, not {prompt!r:.60}; several prompts are a"
             " list of these"
         ) from error
+    if not given:
+        raise UserError("the prompt is empty; give at least one token, e.g. a space")
+    return given
 
 
 def generate(
@@ -365,7 +363,8 @@ def generate(
     ``overrides``, ``config_dirs`` and ``pair`` are those of ``Decoder``, the other arguments and
     the errors those of ``Decoder.generate``.
     """
-    _check_prompt(prompt)  # before models are loaded
+    for each in _each(prompt)[0]:  # before models are loaded
+        _checked(each)
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         return decoder.generate(prompt, prompt_id=prompt_id, chat=chat, on_step=on_step)
 
@@ -380,7 +379,7 @@ def stream(
     chat: bool = False,
 ) -> Iterator[Step]:
     """Decodes one prompt and yields each step's tokens; for the arguments see ``generate``."""
-    _check_prompt(prompt)
+    _checked(prompt)
     with Decoder(overrides, config_dirs=config_dirs, pair=pair) as decoder:
         yield from decoder.stream(prompt, prompt_id=prompt_id, chat=chat)
 

@@ -587,7 +587,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Visibility, float | None], Tensor]
 
 
 class RequestPart:
-    """One request's ``rows`` in a pass over several requests; ``columns``: their slice of it."""
+    """One request's ``rows`` in a pass of several requests; ``columns``: their places in it."""
 
     def __init__(self, rows: Rows, offset: int = 0) -> None:
         self.rows = rows

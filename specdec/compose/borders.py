@@ -147,7 +147,7 @@ def guard(part: Any, label: str, vocab_size: int) -> None:
         try:
             found = method(*args, **kwargs)
         except Exception as error:
-            error.add_note(f"{label}: {name} raised this")
+            error.add_note(f"in {name} of {label}")
             raise
         if fault := _wrong_type(found, wanted) or fault_of(found, vocab_size, *args, **kwargs):
             raise BrokenPart(f"{label}: {name} returned {fault}")

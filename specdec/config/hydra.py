@@ -37,7 +37,7 @@ _FAULTS = (HydraException, OmegaConfBaseException, TypeError, ValueError)
 """Errors that Hydra raises for bad overrides; the last two if a group is null or a number."""
 
 
-_ELSEWHERE = {
+_ELSEWHERE = {  # word that is no key -> where its value is given
     "prompt": "prompts are data=text data.path=FILE, or specdec.generate(PROMPT) in Python",
     "checks": "they can be chosen in Python, specdec.verify(..., checks=[...])",
 }
@@ -251,7 +251,7 @@ def _explain(error: Exception, overrides: Words, name: str, extra: Trees) -> str
             return f"{unknown}{hint}"
     if found := re.match(r"In '.+': Could not find '(\w+)/(.+)'", str(error)):
         hint = did_you_mean(found[2], options(found[1], extra))
-        return f"{found[1]}={found[2]}, which a preset chooses, is unknown: {hint}"
+        return f"{found[1]}={found[2]}, which a YAML file chooses, is unknown: {hint}"
     groups += [o for o in parsed if key_of(o).startswith("hydra/")]
     try:
         raw = _hydra_compose([str(o.input_line) for o in groups], name, extra)

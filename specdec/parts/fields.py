@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 from pydantic_core.core_schema import custom_error_schema
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
-_MAX_LISTED = 24
+_MAX_LISTED, _MAX_BESIDE = 24, 8  # words of a hint, and beside similar ones
 _STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -140,7 +140,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = get_close_matches(word, words, n=3, cutoff=0.6)
     near = near or [w for w in words if w.rpartition(".")[2] == word.rpartition(".")[2]][:3]
     question = f"did you mean {' or '.join(near)}?" if near else ""
-    if not words or (near and len(words) > _MAX_LISTED // 3):
+    if not words or (near and len(words) > _MAX_BESIDE):
         return question
     shown = words if len(words) <= _MAX_LISTED else [*words[:_MAX_LISTED], "..."]
     listed = f"choose one of {', '.join(shown)}"

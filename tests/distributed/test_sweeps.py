@@ -94,6 +94,7 @@ def test_a_killed_sweep_goes_on_and_failures_stop_nothing(tmp_path: Path) -> Non
     assert not list(folder.glob(".jobs-*")), "what jobs tell is gathered in sweep.json"
     status = json.loads((folder / jobs[2] / "status.json").read_text(encoding="utf-8"))
     assert 'raise RuntimeError("planted")' in status["traceback"]
+    assert "in select of policy=breaking (class breaking.Breaking)" in status["traceback"]
 
 
 @pytest.mark.exhaustive

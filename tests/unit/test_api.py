@@ -136,8 +136,16 @@ def test_bad_input_names_value_and_remedy(prompt, overrides, message) -> None:  
         specdec.generate(prompt, overrides=[*OVERRIDES, *overrides], pair=PAIR)
 
 
+@pytest.mark.parametrize("prompt", ["", [], 5, b"text", ["text", ""]])
+def test_prompts_are_refused_before_models_are_looked_for(prompt: object) -> None:
+    with pytest.raises(specdec.UserError, match=r"prompt is (empty|text)"):
+        specdec.generate(prompt, overrides=["model=hf", "model.target=nowhere"])  # type: ignore[arg-type]
+
+
 def test_what_is_no_pair_is_refused_and_a_data_set_not_silently_ignored() -> None:
     with pytest.raises(specdec.UserError, match="pair=3 is no pair"):
         specdec.compare(["ar"], pair=3)  # type: ignore[arg-type]
+    with pytest.raises(specdec.UserError, match=r"write Workbench\(pair\)"):
+        specdec.build("speculative", PAIR)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="data=stdlib is not used here"):
         specdec.Decoder([*OVERRIDES, "data=stdlib"], pair=PAIR).close()

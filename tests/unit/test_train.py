@@ -318,11 +318,13 @@ def test_the_target_answers_prompts_of_a_file(
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     words = ["train", "medusa", "model=tiny", "model.device=cpu", f"data.path={path}"]
-    words += ["data.field=question", "max_new_tokens=6", "held_out=2", "plan.max_steps=2"]
+    words += ["data.field=question", "max_new_tokens=6", "plan.max_steps=2"]
     words += ["threads=1", f"output_dir={tmp_path / 'out'}", "answer_batch=3"]
     assert main([*words, "estimate_only=true"]) == 0
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    assert "peak memory about" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "peak memory about" in said
+    assert "; 1 held out" in said, "a fifth of six"
     answers = (tmp_path / "out" / "work" / "answers.jsonl").read_text()
     assert main(words) == 0
     assert (tmp_path / "out" / "work" / "answers.jsonl").read_text() == answers
