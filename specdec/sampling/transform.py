@@ -14,7 +14,7 @@ candidates, S stored entries of a row, T tokens of a history, B banned tokens.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -317,24 +317,34 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Iterator[FloatArray | S
         yield SupportProbs(ids, weights, vocab_size)
         return
     for rows in logits.split(max(1, _CHUNK // vocab_size)):
-        weights = _weights(to_host(rows), temperature)
+        values = to_host(rows)
         if top_p == 1.0:
-            yield weights
+            yield _weights(values, temperature)
             continue
-        total = weights.sum(axis=1, keepdims=True)
-        # Entries below the share have in total at most half of the mass to cut, so all are cut.
-        share = 0.5 * (1.0 - top_p) / vocab_size * total
-        ids, chosen = _by_row(weights >= share, weights)
-        weights = np.maximum(chosen, 0.0)
+        near = _weights(values, temperature, values.dtype)
+        # Entries below share / vocab_size have in total at most half of the mass to cut, the others
+        # below the second bound 0.45 of it. So none is kept, and for their sum the precision of the
+        # logits is enough.
+        share = 0.5 * (1.0 - top_p) * near.sum(axis=1)
+        num = [np.count_nonzero(row) for row in near >= share[:, None] / vocab_size]
+        least = np.divide(0.9 * share, num, dtype=values.dtype)
+        ids, chosen = _by_row(near >= least[:, None], near)
+        weights = _weights(np.take_along_axis(values, ids, axis=1), temperature)
+        weights[chosen < 0.0] = 0.0  # padding
+        np.put_along_axis(near, np.where(chosen < 0.0, ids[:, :1], ids), 0.0, axis=1)
+        total = weights.cumsum(axis=1)[:, -1:] + near.sum(axis=1, keepdims=True)
         _cut_tail(weights, top_p * total)
         yield SupportProbs(ids, weights, vocab_size)
 
 
-def _weights(values: npt.NDArray[np.floating], temperature: float) -> FloatArray:
+def _weights(
+    values: npt.NDArray[np.floating], temperature: float, dtype: npt.DTypeLike = np.float64
+) -> npt.NDArray[Any]:
     best = values.max(axis=1, keepdims=True)
     check_finite(best[:, 0].tolist())
-    weights = np.subtract(values, best, dtype=np.float64)
-    weights /= temperature
+    weights = np.subtract(values, best, dtype=dtype)
+    with np.errstate(over="ignore"):  # float32 may overflow to -inf
+        weights /= temperature
     return np.exp(weights, out=weights)
 
 
