@@ -49,10 +49,8 @@ class Agreement:
 
     def __str__(self) -> str:
         shares = " ".join(f"{rate:.3f}" for rate in self.to_json()["outside"])
-        return (
-            f"{self.tokens_per_pass:.2f} tokens per pass of a chain of {len(self.tried[0])}; right"
-            f" by position, outside loops: {shares}"
-        )
+        passes = f"{self.tokens_per_pass:.2f} tokens per pass of a chain of {len(self.tried[0])}"
+        return f"{passes}; right by position, outside loops: {shares}"
 
 
 def measure(

@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from specdec.models.block import Kind, confidence_loss, save_block, untrained_block
 from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, Index, PositiveShare, validated
-from specdec.train.drafter import Drafter, OutputOptions, goal_of
+from specdec.train.drafter import Drafter, OutputOptions, check_layers, goal_of
 from specdec.train.losses import LossOptions
 from specdec.train.texts import Batch
 
@@ -52,10 +52,7 @@ class BlockDrafter(Drafter):
         super().__init__()
         variants: dict[str, Any] = {"block_size": spec.block, "num_layers": spec.num_layers}
         if spec.layers is not None:
-            if max(spec.layers) > target.num_layers:
-                raise UserError(
-                    f"layers={list(spec.layers)}: the target has {target.num_layers} layers only"
-                )
+            check_layers(spec.layers, target)
             variants["layers"] = tuple(layer - 1 for layer in spec.layers)
         if spec.mask_token is not None:
             variants["mask_token"] = spec.mask_token

@@ -104,6 +104,13 @@ def draft_ids(
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
+def check_layers(layers: Sequence[int] | None, target: FrozenModel) -> None:
+    if layers is not None and not layers:
+        raise UserError("layers=[]: name the number of target layers before at least one head")
+    if layers is not None and max(layers) > target.num_layers:
+        raise UserError(f"layers={list(layers)}: the target has {target.num_layers} layers only")
+
+
 def chosen_rows(batch: Batch, ahead: int, options: LossOptions) -> Sequence[Tensor]:
     """Returns window and position ``ahead`` tokens before each token in the loss, int64[N] each."""
     window, place = batch.counts_BS[:, ahead:].nonzero(as_tuple=True)

@@ -19,7 +19,7 @@ from specdec.models.eagle_loading import HeadFiles, load_head, save_head, untrai
 from specdec.models.eagle_unroll import unroll
 from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, PositiveShare, Text, validated
-from specdec.train.drafter import Drafter, OutputOptions, goal_of
+from specdec.train.drafter import Drafter, OutputOptions, check_layers, goal_of
 from specdec.train.losses import LossOptions
 from specdec.train.texts import Batch
 
@@ -56,10 +56,7 @@ def head_config(target: FrozenModel, spec: EagleSpec, own_output: bool, size: in
             f"the target's embeddings have width {width}, its hidden states {target.hidden_size}:"
             " an EAGLE-3 head needs equal widths"
         )
-    if spec.layers is not None and max(spec.layers) > target.num_layers:
-        raise UserError(
-            f"layers={list(spec.layers)}: the target has {target.num_layers} layers only"
-        )
+    check_layers(spec.layers, target)
     rope = config_value(target.config, "rope_parameters", {})
     layer: dict[str, Any] = {}
     variants = {
@@ -100,10 +97,8 @@ def new_head(target: FrozenModel, config: EagleConfig, ids: Tensor | None, seed:
 def stored_head(target: FrozenModel, folder: Path) -> EagleHead:
     files = HeadFiles(folder)
     embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings()
-    loaded = load_head(
-        files, files.head_config(target.config), embedding=embedding.float(), output=output
-    )
-    return loaded
+    config = files.head_config(target.config)
+    return load_head(files, config, embedding=embedding.float(), output=output)
 
 
 class EagleDrafter(Drafter):
@@ -197,10 +192,6 @@ class EagleDrafter(Drafter):
 def _refuse_other(stored: EagleConfig, config: EagleConfig, folder: str) -> None:
     wanted = {**asdict(config), **config.layer.to_dict(), "layer": None}
     found = {**asdict(stored), **stored.layer.to_dict(), "layer": None}
-    different = [
-        f"{key} is {value}, not {wanted[key]}"
-        for key, value in found.items()
-        if wanted[key] != value
-    ]
+    different = [f"{k} is {v}, not {wanted[k]}" for k, v in found.items() if wanted[k] != v]
     if different:
         raise UserError(f"initial={folder} has another head ({'; '.join(different)})")

@@ -88,8 +88,6 @@ class Fit:
         report: Report,
     ) -> None:
         """Raises UserError if a checkpoint exists that had other ``settings`` (JSON values)."""
-        if not len(windows):
-            raise UserError("the answers have no token to train on: give other answers")
         self.drafter, self.target, self.windows = drafter, target, windows
         self.plan, self.loss, self.folder, self.report = plan, loss, folder, report
         self.steps, self.state = plan.steps(windows), FitState()
@@ -112,8 +110,7 @@ class Fit:
 
     def save(self) -> None:
         trained = {n: w.detach() for n, w in self.drafter.named_parameters() if w.requires_grad}
-        stream = BytesIO()
-        states = [optimizer.state_dict() for optimizer in self._optimizers]
+        stream, states = BytesIO(), [optimizer.state_dict() for optimizer in self._optimizers]
         saved = {"weights": trained, "optimizers": states, "state": asdict(self.state)}
         torch.save(saved, stream)
         write_bytes(self.folder / "checkpoint.pt", stream.getvalue())
@@ -250,12 +247,7 @@ def keep_settings(path: Path, settings: Mapping[str, Any], product: Path) -> Non
     if not path.exists():
         raise UserError(f"{path.parent} holds work without a record of its settings: {remedy}")
     recorded = read_json_object(path)
-    changed = [
-        f"{key} was {recorded.get(key)}, is {current.get(key)}"
-        for key in {**recorded, **current}
-        if recorded.get(key) != current.get(key)
-    ]
+    pairs = ((key, recorded.get(key), current.get(key)) for key in {**recorded, **current})
+    changed = "; ".join(f"{key} was {old}, is {new}" for key, old, new in pairs if old != new)
     if changed:
-        raise UserError(
-            f"{path.parent} holds work of other settings ({'; '.join(changed)}): {remedy}"
-        )
+        raise UserError(f"{path.parent} holds work of other settings ({changed}): {remedy}")

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.errors import UserError
 from specdec.models.exits import save_tensors, save_vocabulary
 from specdec.models.frozen import FrozenModel
 from specdec.parts.fields import Count, validated
@@ -22,6 +21,7 @@ from specdec.train.drafter import (
     OutputMatrix,
     OutputOptions,
     bfloat16_state,
+    check_layers,
     chosen_rows,
     goal_of,
 )
@@ -68,11 +68,9 @@ class _Head(nn.Module):
         self.norm = copy.deepcopy(target.norm).float()
         if kind == "transformer":
             self.layer = copy.deepcopy(target.layers[self.place]).float()
-            last = target.layers[-1].state_dict()
-            if {n: w.shape for n, w in last.items()} == {
-                n: w.shape for n, w in self.layer.state_dict().items()
-            }:  # not where layers differ in size
-                self.layer.load_state_dict(last)
+            last, own = target.layers[-1].state_dict(), self.layer.state_dict()
+            if {n: w.shape for n, w in last.items()} == {n: w.shape for n, w in own.items()}:
+                self.layer.load_state_dict(last)  # not where layers differ in size
         if kind == "medusa":
             self.block = nn.Linear(target.hidden_size, target.hidden_size, bias=False)
             nn.init.zeros_(self.block.weight)
@@ -106,11 +104,7 @@ class StreamHeads(Drafter):
     ) -> None:
         """``specs``: (kind, target layers before it, offset) per head; offset 0: the next token."""
         super().__init__()
-        if not specs:
-            raise UserError("layers=[]: name the target layers before at least one head")
-        for _, layer, _ in specs:
-            if layer > target.num_layers:
-                raise UserError(f"layers: {layer} of a target of {target.num_layers} layers")
+        check_layers([layer for _, layer, _ in specs], target)
         self.heads = [_Head(target, *spec) for spec in specs]
         count = len(specs) if options.matrix == "own" else 1
         outputs = [OutputMatrix(target, options, ids) for _ in range(count)]

@@ -16,12 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import StoppingCriteriaList
 
 from specdec.data.files import read_records
 from specdec.data.prompt import CHAT_DATE
