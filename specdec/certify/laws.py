@@ -74,9 +74,8 @@ def _tables(*shares: tuple[Sequence[float], Sequence[float]]) -> tuple[Table, Ta
     return target, draft
 
 
-# The draft favours few tokens, which are often rejected (with ``OPPOSED_TABLE`` few results are
-# open). Each row shows another fault of the tests of later siblings: a shared draw, a residual that
-# is not updated, a draft that is not renormalised.
+# The draft favours few tokens, which are often rejected. Each row shows another fault of the tests
+# of later siblings: a shared draw, a residual not updated, a draft not renormalised.
 CROWDED_TABLES = _tables(
     ((51, 19, 18, 4, 8), (10, 0.4, 1, 42.6, 46)),
     ((13, 33, 9, 38, 7), (32, 0.6, 6, 7, 54.4)),
@@ -84,8 +83,9 @@ CROWDED_TABLES = _tables(
     ((37, 2, 41, 4, 16), (1, 62, 26, 9, 2)),
     ((24, 8, 22, 9, 37), (31.4, 1.3, 35.8, 18.4, 13.1)),
 )
-# Every token has the same distribution, so reused random numbers show as equal tokens.
-ONE_LAW_TABLES = _tables(((30, 25, 20, 15, 10), (10, 15, 20, 25, 30)))
+# Every token has the same distribution, so reused random numbers show as equal tokens. The draft is
+# sure of one token only, so that a choice of early exits by the drawn token shows.
+ONE_LAW_TABLES = _tables(((21, 8, 11, 21, 39), (4, 8, 56, 13, 19)))
 
 _STARTS = (0, 2, 0, 1, 0, 2)  # rows of the prompts' last tokens: each is needed often enough
 _T1 = SamplingParams(temperature=1.0)

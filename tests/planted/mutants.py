@@ -184,6 +184,7 @@ def verify(
         out, printed = folder / "certificate", folder / "printed"
         module = [sys.executable, "-m", "specdec.cli.main", "verify", "--fail-fast"]
         given = {"PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        given["SPECDEC_BACKEND"] = "auto"  # as users run it; tests pin eager passes
         start = time.perf_counter()
         with printed.open("wb") as file:
             process = subprocess.Popen(
@@ -285,7 +286,7 @@ class Run:
             "result": result_of(found),
             "command": last,
             "checks": list(found.checks),
-            "raised": found.detail.startswith("raised "),
+            "raised": found.status == 2 or found.detail.startswith("raised "),
             "detail": (found.detail or (_last_line(found.output) if found.status else ""))[:300],
             "seconds": round(seconds, 1),
             "revision": self._revision,
@@ -301,8 +302,11 @@ class Run:
 
 
 def result_of(found: Certificate) -> str:
-    """The outcome in words: "found", "survived", "timed out" or "crashed" (no verdict)."""
-    if found.status == 1 and found.checks:
+    """The outcome in words: "found", "survived", "timed out" or "crashed" (no verdict).
+
+    A changed code that refuses the command (status 2) is found: the code itself certifies it.
+    """
+    if (found.status == 1 and found.checks) or found.status == 2:
         return "found"
     return {0: "survived", TIMED_OUT: "timed out"}.get(found.status, "crashed")
 

@@ -112,11 +112,17 @@ def test_equals_eager(case):
 
 @pytest.mark.parametrize("prefix", [PREFIX, 0])
 def test_a_prompt_and_its_tree_in_one_pass(prefix):
-    """Siblings once got the positions of a chain when they came with the first rows of a cache."""
-    model, outputs, tree = random_model("llama", **SIZES), [], _tree(0)
+    """Siblings once got the positions of a chain when they came with the first rows of a cache.
+
+    The longest path fills the context: other branches once had more rows than the rotary tables.
+    """
+    outputs, tree = [], _tree(0)
     tree = TreeRows.within(
         prefix_len=prefix, node_ids=tree.node_ids, tokens=tree.tokens, parent_ids=tree.parent_ids
     )
+    context = max(16, int(tree.positions.max()) + 1)
+    assert context < PREFIX + NODES
+    model = random_model("llama", **SIZES, max_positions=context)
     for backend in ("onnx", "eager"):
         (runner,) = _runners(model, [0, LAYERS], backend)
         cache = runner.new_cache(4)
@@ -141,6 +147,7 @@ def test_paged_caches():
     [
         (onnx_session, "host_mask", lambda rows, window: None),  # rows see all earlier ones
         (onnx_session, "host_mask", lambda rows, window: host_mask(rows, None)),
+        (onnx_session, "host_mask", lambda rows, w: None if len(rows) == 1 else host_mask(rows, w)),
         (onnx_graph, "epsilon", lambda module: 0.1),
         (
             onnx_graph.GraphWriter,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from specdec.attention.tree_attention import ScoreOptions
@@ -29,6 +30,9 @@ _OPSET, _IR_VERSION = 18, 10
 _MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's own operators
 _FLOAT, _INT64, _INT32, BOOL = 1, 7, 6, 9  # values of onnx.TensorProto.DataType
 QUANTISED = "MatMulNBits"
+# GroupQueryAttention wants a row of rotary values per slot of the cache, and a cache has slots for
+# other branches beside the path that fills the context. Rows beyond the context are not read.
+_BRANCH_SLOTS = 1 << 14
 
 
 def mask_name(window: int | None) -> str:
@@ -277,7 +281,8 @@ class GraphWriter:
             with torch.inference_mode():
                 tables = self.rotary(torch.zeros(1), places)
             for name, table in zip(("cosines", "sines"), tables, strict=True):
-                self.weight(name, table[0, :, : head_size(self.config) // 2])
+                half = table[0, :, : head_size(self.config) // 2]
+                self.weight(name, pad(half, (0, 0, 0, _BRANCH_SLOTS)))
         return "cosines", "sines"
 
     def finish(self) -> Graph:

@@ -83,21 +83,30 @@ class Onnx(Backend):
         )
 
     def _sample(self, backend: Backend) -> Tensor:
-        places, half = np.arange(_SAMPLE), _SAMPLE // 2
-        hidden = None
-        if not self.layers.is_first:
-            generator = torch.Generator().manual_seed(0)
-            hidden = torch.randn(_SAMPLE, self._hidden_size, generator=generator)
-        tree = TreeRows.within(
-            prefix_len=half,
-            node_ids=places[:half],
-            tokens=places[half:],
-            parent_ids=np.maximum(-1, places[:half] - 2),  # two roots, and a chain below each
-        )
-        cache = TreeCache(spec=self.layers.spec, capacity=_SAMPLE)
-        rows = cache.rows(prefix_tokens=places[:half], tree=tree)
-        output = backend.run([rows], hidden, None)
-        return output.hidden if output.logits is None else output.logits
+        """Returns the outputs of two passes over two trees, one of them with an empty prefix. The
+        second pass adds one node to each, beside other branches.
+        """
+        places, half, outputs = np.arange(_SAMPLE), _SAMPLE // 2, list[Tensor]()
+        caches = [(n, TreeCache(spec=self.layers.spec, capacity=_SAMPLE)) for n in (half, 0)]
+        for first, last in ((0, half - 1), (half - 1, half)):
+            rows = []
+            for prefix, cache in caches:
+                tree = TreeRows.within(
+                    prefix_len=prefix,
+                    node_ids=places[:half],
+                    tokens=places[half:],
+                    parent_ids=np.maximum(-1, places[:half] - 2),  # two roots, a chain below each
+                )
+                prompt = places[: 0 if first else prefix]
+                rows.append(cache.rows(prefix_tokens=prompt, tree=tree.take(places[first:last])))
+            hidden = None
+            if not self.layers.is_first:
+                generator = torch.Generator().manual_seed(first)
+                num_rows = sum(map(len, rows))
+                hidden = torch.randn(num_rows, self._hidden_size, generator=generator)
+            output = backend.run(rows, hidden, None)
+            outputs.append(output.hidden if output.logits is None else output.logits)
+        return torch.cat(outputs)
 
 
 def _pieces(rows: Rows) -> list[Rows]:
