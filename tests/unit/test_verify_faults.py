@@ -168,8 +168,8 @@ def test_the_configured_law_shows_what_small_models_do_not(
     assert honest.passed, honest
     original = transform._weights
 
-    def cold(values: Any, temperature: float) -> Any:
-        return original(values, temperature * (0.7 if values.shape[1] == 777 else 1.0))
+    def cold(values: Any, temperature: float, *dtype: Any) -> Any:
+        return original(values, temperature * (0.7 if values.shape[1] == 777 else 1.0), *dtype)
 
     monkeypatch.setattr(transform, "_weights", cold)
     others = ["sampler"] if verifier == "match" else []  # it does not depend on the verifier
