@@ -86,24 +86,23 @@ class Onnx(Backend):
         """Returns the outputs of two passes over two trees, one of them with an empty prefix. The
         second pass adds one node to each, beside other branches.
         """
-        places, half, outputs = np.arange(_SAMPLE), _SAMPLE // 2, list[Tensor]()
-        caches = [(n, TreeCache(spec=self.layers.spec, capacity=_SAMPLE)) for n in (half, 0)]
-        for first, last in ((0, half - 1), (half - 1, half)):
-            rows = []
-            for prefix, cache in caches:
-                tree = TreeRows.within(
-                    prefix_len=prefix,
-                    node_ids=places[:half],
-                    tokens=places[half:],
-                    parent_ids=np.maximum(-1, places[:half] - 2),  # two roots, a chain below each
-                )
-                prompt = places[: 0 if first else prefix]
-                rows.append(cache.rows(prefix_tokens=prompt, tree=tree.take(places[first:last])))
-            hidden = None
+        nodes, tokens = np.arange(_SAMPLE).reshape(2, -1)
+        parents = np.maximum(-1, nodes - 2)  # two roots, and a chain below each
+        requests = []
+        for prefix in (nodes, nodes[:0]):
+            tree = TreeRows.within(
+                prefix_len=len(prefix), node_ids=nodes, tokens=tokens, parent_ids=parents
+            )
+            requests.append((prefix, tree, TreeCache(spec=self.layers.spec, capacity=_SAMPLE)))
+        generator, outputs = torch.Generator().manual_seed(0), list[Tensor]()
+        for part in (nodes[:-1], nodes[-1:]):
+            rows = [
+                cache.rows(prefix_tokens=prefix[: 0 if outputs else None], tree=tree.take(part))
+                for prefix, tree, cache in requests
+            ]
+            shape, hidden = (sum(map(len, rows)), self._hidden_size), None
             if not self.layers.is_first:
-                generator = torch.Generator().manual_seed(first)
-                num_rows = sum(map(len, rows))
-                hidden = torch.randn(num_rows, self._hidden_size, generator=generator)
+                hidden = torch.randn(shape, generator=generator)
             output = backend.run(rows, hidden, None)
             outputs.append(output.hidden if output.logits is None else output.logits)
         return torch.cat(outputs)
