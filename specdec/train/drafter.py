@@ -105,9 +105,11 @@ def draft_ids(
 
 
 def check_layers(layers: Sequence[int] | None, target: FrozenModel) -> None:
-    if layers is not None and not layers:
-        raise UserError("layers=[]: name the number of target layers before at least one head")
-    if layers is not None and max(layers) > target.num_layers:
+    if layers is None:
+        return
+    if not layers:
+        raise UserError("layers=[]: name at least one number of target layers")
+    if max(layers) > target.num_layers:
         raise UserError(f"layers={list(layers)}: the target has {target.num_layers} layers only")
 
 
